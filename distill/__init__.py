@@ -1,0 +1,1 @@
+"""Prompts to target answers, to the target's signal, to a trained drafter. Imports only `pairing`."""

