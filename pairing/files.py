@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,12 +78,17 @@ def append_jsonl(path: Path, row: dict[str, Any]) -> None:
         os.fsync(f.fileno())
 
 
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Replaces `path` by these rows, atomically."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """All whole lines; [] where there is no file; a torn last line is left out."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line.strip()]
+    data = path.read_bytes()  # cut before it is decoded: a kill may tear a character; and only \n ends a line of JSON
+    return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].split(b"\n") if line.strip()]
 
 
 @contextmanager

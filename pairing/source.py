@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from pairing.errors import InputError
 from pairing.files import digest_file, new_folder, write_json
@@ -59,7 +61,9 @@ def _from_hub(name: str) -> ModelSource:
     try:
         folder = Path(snapshot_download(name, allow_patterns=HUB_FILES, etag_timeout=5))
     except GatedRepoError:
-        raise InputError(f"{name}: a gated model: accept its terms on the hub, then log in with `hf auth login`") from None
+        raise InputError(
+            f"{name}: a gated model: accept its terms on the hub, then log in with `hf auth login`"
+        ) from None
     except (RepositoryNotFoundError, HFValidationError):
         raise InputError(f"{name}: no such model, neither as a folder nor on the hub") from None
     except Exception as e:  # offline mode, no route, a proxy's refusal: each client raises its own kind
@@ -98,6 +102,7 @@ def dequantized(gguf: Path) -> Path:
         return folder
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    quiet_off_terminal()
     try:
         # without `dequantize` the model keeps GGUF tensors and cannot be saved
         model = AutoModelForCausalLM.from_pretrained(
@@ -116,15 +121,24 @@ def dequantized(gguf: Path) -> Path:
     return folder
 
 
+def quiet_off_terminal() -> None:
+    """No progress bars of transformers where nobody watches: they fill log files with carriage returns."""
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
 def load_model(folder: Path, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
     """The causal LM in `folder`, from safetensors only, without remote code."""
     from transformers import AutoModelForCausalLM
 
+    quiet_off_terminal()
     try:
         return AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, local_files_only=True, **kwargs
         )
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, SafetensorError) as e:
         raise InputError(f"{folder}: does not load as a causal LM ({str(e).splitlines()[0]})") from e
 
 

@@ -21,7 +21,9 @@ _PR_SET_PDEATHSIG = 1
 
 def register() -> None:
     """Called by vLLM at the start of every process of an engine. Safe to call twice."""
-    if os.environ.get(DIE_WITH_PARENT):
+    # vLLM also calls this in the process that starts an engine: where it is ours, the variable holds its pid, as it
+    # may outlive its own parent (a shell that ran it with nohup)
+    if os.environ.get(DIE_WITH_PARENT, "") not in ("", str(os.getpid())):
         die_with_parent()
     for mend in (load_quantized_drafter, size_nf4_for_float32, expand_sampling_on_cpu):
         try:
@@ -101,4 +103,29 @@ def size_nf4_for_float32() -> None:
 
 
 def expand_sampling_on_cpu() -> None:
-    """On the CPU back end the temperatures of drafted tokens are really written (vllm issue 55005)."""
+    """At temperature > 0 the CPU back end verifies drafts with the temperatures that were asked for.
+
+    In vLLM 0.32 the CPU stand-in for `expand_kernel` writes into an int64 copy of a float output, so every drafted
+    position is verified at an uninitialised temperature and the text is noise (vllm issue 55005). The function that
+    calls it is replaced by two lines of torch; versions whose stand-in no longer copies are left alone.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.utils import cpu_triton_utils
+
+    if "_ensure_int64(output)" not in inspect.getsource(cpu_triton_utils._expand_kernel_impl):
+        return
+    from vllm.v1.sample import rejection_sampler
+
+    def make(_old: Any) -> Any:
+        def expand_batch_to_tokens(
+            x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: float = 0, replace_to: float = 0
+        ) -> Any:
+            counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+            return x.where(x != replace_from, replace_to).repeat_interleave(counts.long(), output_size=num_tokens)
+
+        return expand_batch_to_tokens
+
+    _replace(rejection_sampler, "expand_batch_to_tokens", make)

@@ -41,7 +41,7 @@ def parse(model: type[C], argv: list[str], positional: tuple[str, ...] = (), abo
     parser.add_argument("--config", type=Path, help="a YAML file with the keys below")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and stop")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # overrides may stand on either side of --json
     values = read_yaml(args.config) if args.config else {}
     plain = [w for w in args.words if "=" not in w]
     if len(plain) > len(positional):
@@ -106,6 +106,8 @@ def _explain(model: type[BaseModel], error: dict[str, Any]) -> str:
         return f"{path}: unknown key; the nearest valid one is {'.'.join([*map(str, error['loc'][:-1]), *near])}"
     if error["type"] == "missing":
         return f"{path}: needs a value: give {path}=…"
+    if error["type"] == "value_error":  # raised by a validator of ours, whose words are whole
+        return f"{path}: {error['ctx']['error']}" if path else str(error["ctx"]["error"])
     return f"{path}: {error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
 
 

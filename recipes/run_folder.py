@@ -36,7 +36,10 @@ def open_run(out: Path, config: Strict) -> bool:
             f"{out} holds another run (its config differs in {', '.join(keys)}): "
             "name another folder, or delete that one to start over"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    # a kill between the two writes below leaves provenance.json, or one of their temporary files, and nothing else
+    if out.exists() and (
+        not out.is_dir() or any("provenance.json" not in f.name and "config.yaml" not in f.name for f in out.iterdir())
+    ):
         raise InputError(f"{out} exists and is no run folder of draftsmith: name another output folder")
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "provenance.json", provenance())
@@ -52,14 +55,18 @@ def provenance() -> dict[str, Any]:
         run = subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
         return run.stdout.strip() if run.returncode == 0 else None
 
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
-    cpu = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), None)
-    memory = next((int(line.split()[1]) // 1024 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), None)
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), None
+    )
+    memory = next(
+        (int(line.split()[1]) // 1024 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), None
+    )
     return {
         "argv": sys.argv,
         "git": git("rev-parse", "HEAD"),
@@ -77,5 +84,3 @@ def provenance() -> dict[str, Any]:
 def _lines(path: str) -> list[str]:
     file = Path(path)
     return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-
-

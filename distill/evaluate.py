@@ -1,0 +1,151 @@
+"""Held-out evaluation on the target's own text: agreement, α's bracket, τ by replay; before against after, in pairs.
+
+Shapes: P prompts, R bootstrap resamples.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from numpy.typing import NDArray
+
+from distill.batches import Rows, collate, tags
+from distill.head import head_scores
+from distill.student import supervised_hidden
+from pairing.acceptance import acceptance_length_of, replay
+from pairing.bootstrap import interval
+
+LENGTHS = range(1, 9)  # K for which τ is given
+COMPARED_K = 4
+MOST_GROUPS = 8  # a tag with more values than this names prompts rather than groups
+
+
+@dataclass(frozen=True)
+class PromptScore:
+    """One held-out prompt: sums over its answer tokens, and the tokens' acceptance at temperature 0."""
+
+    id: str
+    tags: dict[str, Any]
+    tokens: int
+    top1: float
+    alpha_low: float
+    alpha_high: float
+    accepted: list[int]  # w: 1 where the drafter's argmax is the answer token
+
+
+def score_prompts(
+    accelerator: Accelerator, model: Any, rows: Rows, *, batch_size: int, chunk: int, most: int | None = None
+) -> list[PromptScore]:
+    """Scores the first `most` prompts (None: all), shared out over the ranks and gathered; in the rows' order."""
+    training = model.training
+    model.eval()
+    indices = np.flatnonzero(rows.answer_P > 0)[:most]
+    by_length = indices[np.argsort((rows.prompt_P + rows.answer_P)[indices], kind="stable")]
+    pieces = [by_length[i : i + batch_size] for i in range(0, len(by_length), batch_size)]
+    mine: list[tuple[int, PromptScore]] = []
+    weight = model.get_output_embeddings().weight
+    with torch.no_grad():
+        for piece in pieces[accelerator.process_index :: accelerator.num_processes]:
+            batch = collate(rows, piece, accelerator.device)
+            with accelerator.autocast():
+                hidden = supervised_hidden(model, batch)
+            scores = head_scores(hidden, weight, batch.signal, rows.real, chunk)
+            columns = torch.stack([scores.top1_N, scores.alpha_low_N, scores.alpha_high_N, scores.accepted_N]).cpu()
+            for b, i in enumerate(piece):
+                at = (batch.row_N == b).cpu()
+                top1, low, high, accepted = columns[:, at]
+                score = PromptScore(
+                    id=batch.ids[b],
+                    tags=tags(rows, int(i)),
+                    tokens=len(top1),
+                    top1=float(top1.double().sum()),
+                    alpha_low=float(low.double().sum()),
+                    alpha_high=float(high.double().sum()),
+                    accepted=accepted.int().tolist(),
+                )
+                mine.append((int(i), score))
+    model.train(training)
+    return [score for _, score in sorted(gather_object(mine), key=lambda pair: pair[0])]
+
+
+def summary(scores: Sequence[PromptScore]) -> dict[str, Any]:
+    """Token means of top-1 agreement and of α's bracket, and τ for each K. A figure without any round is null."""
+    tokens = sum(s.tokens for s in scores)
+    tau = {K: replay([s.accepted for s in scores], K).acceptance_length for K in LENGTHS}
+    return {
+        "top1": sum(s.top1 for s in scores) / tokens,
+        "alpha_low": sum(s.alpha_low for s in scores) / tokens,
+        "alpha_high": sum(s.alpha_high for s in scores) / tokens,
+        "tau": {str(K): _figure(t) for K, t in tau.items()},
+    }
+
+
+def compare(before: Sequence[PromptScore], after: Sequence[PromptScore]) -> dict[str, Any]:
+    """Both summaries, the change of top-1 and of τ at K = 4 with its paired interval, and the groups by tag."""
+    assert [s.id for s in before] == [s.id for s in after]
+    tokens_P = np.array([s.tokens for s in after], dtype=np.float64)
+    gain_P = np.array([a.top1 - b.top1 for a, b in zip(after, before, strict=True)])
+    old, new = (replay([s.accepted for s in scores], COMPARED_K) for scores in (before, after))
+    first, last = summary(before), summary(after)
+
+    def tau_change(w_RP: NDArray[np.float64]) -> NDArray[np.float64]:
+        return acceptance_length_of(new, w_RP) - acceptance_length_of(old, w_RP)
+
+    top1 = interval(lambda w_RP: (w_RP @ gain_P) / (w_RP @ tokens_P), len(after))
+    tau = interval(tau_change, len(after)) if new.rounds_P.any() else (np.nan, np.nan)
+    return {
+        "prompts": len(after),
+        "tokens": int(tokens_P.sum()),
+        "before": first,
+        "after": last,
+        "change": {
+            "top1": [last["top1"] - first["top1"], *map(_figure, top1)],
+            "tau_4": [_figure(new.acceptance_length - old.acceptance_length), *map(_figure, tau)],
+        },
+        "groups": groups(after),
+    }
+
+
+def groups(scores: Sequence[PromptScore]) -> dict[str, dict[str, Any]]:
+    """A summary per value of each tag that parts the prompts in 2 to 8 groups."""
+    result: dict[str, dict[str, Any]] = {}
+    for tag in sorted({t for s in scores for t in s.tags}):
+        parts: dict[str, list[PromptScore]] = {}
+        for s in scores:
+            value = s.tags.get(tag)
+            parts.setdefault(value if isinstance(value, str) else json.dumps(value), []).append(s)
+        if 2 <= len(parts) <= MOST_GROUPS:
+            result[tag] = {v: {"prompts": len(p)} | summary(p) for v, p in sorted(parts.items())}
+    return result
+
+
+def verdict(sets: Mapping[str, Mapping[str, Any]]) -> str:
+    """One sentence: what changed measurably on which set, or that nothing did (fault D15)."""
+    if not sets:
+        return "not evaluated: no held-out set was given, so nothing is known of what training changed"
+    said = []
+    for name, result in sets.items():
+        for key, what in (("top1", "top-1 agreement"), ("tau_4", "acceptance length at K=4")):
+            point, low, high = result["change"][key]
+            if low is None or high is None or low <= 0 <= high:
+                continue
+            before, after = (
+                result[when]["top1"] if key == "top1" else result[when]["tau"]["4"] for when in ("before", "after")
+            )
+            moved = "rose" if point > 0 else "FELL"
+            change = f"(95 % interval of the change {low:+.3f} to {high:+.3f})"
+            said.append(f"{what} on {name} {moved} from {before:.3f} to {after:.3f} {change}")
+    if not said:
+        return "no measurable change: on every held-out set the 95 % interval of the change holds 0"
+    return "; ".join(said)
+
+
+def _figure(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None

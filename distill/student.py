@@ -1,0 +1,58 @@
+"""The drafter in training: what is trainable, and its hidden states at supervised positions only.
+
+Shapes: B rows, L columns, N supervised positions, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from distill.batches import Batch
+from pairing.errors import InputError
+
+Trainable = Literal["all", "layers"]
+
+
+def freeze(model: Any, trainable: Trainable) -> list[tuple[str, torch.nn.Parameter]]:
+    """Sets what learns and returns it by name. "layers" leaves the embedding and the head as they are: half of the
+    drafter's weights and, through the head, a third of the work of a step.
+    """
+    model.requires_grad_(True)
+    if trainable == "layers":
+        model.get_input_embeddings().requires_grad_(False)
+        model.get_output_embeddings().requires_grad_(False)
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def supervised_hidden(model: Any, batch: Batch) -> torch.Tensor:
+    """The decoder's last hidden states [N, H] at the positions that predict answer tokens.
+
+    The columns that all rows of a batch share (a system prompt, few-shot examples) run once, as one row, and every row
+    attends to their keys and values. Causal attention makes that exact, gradients too; on chat prompts it saves
+    half of the decoder's work. Rows are padded on the right, so the causal mask alone keeps padding out.
+    """
+    decoder, cache, shared = model.get_decoder(), None, batch.shared
+    if shared:
+        cache = decoder(input_ids=batch.input_BL[:1, :shared], use_cache=True).past_key_values
+        for layer in cache.layers:
+            layer.keys = layer.keys.expand(len(batch.input_BL), -1, -1, -1)
+            layer.values = layer.values.expand(len(batch.input_BL), -1, -1, -1)
+    out = decoder(input_ids=batch.input_BL[:, shared:], past_key_values=cache, use_cache=cache is not None)
+    return out.last_hidden_state[batch.row_N, batch.column_N - shared]
+
+
+def require_plain_head(model: Any, batch: Batch) -> None:
+    """Raises InputError where hidden states times the head's matrix are not the model's own logits on `batch`.
+
+    That is so for models that cap, scale or shift their logits, and would train them on a wrong distribution.
+    """
+    with torch.no_grad():
+        ours_NR = supervised_hidden(model, batch) @ model.get_output_embeddings().weight.T
+        model_NR = model(input_ids=batch.input_BL).logits[batch.row_N, batch.column_N]
+    if not torch.allclose(ours_NR.float(), model_NR.float(), rtol=1e-3, atol=1e-3 * float(model_NR.abs().max())):
+        raise InputError(
+            f"the draft ({model.config.model_type}) changes its logits after the head (a cap, a scale or a bias), "
+            "which the chunked head does not do: choose a draft of another architecture"
+        )

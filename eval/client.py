@@ -1,0 +1,100 @@
+"""Talks to one vLLM server on loopback: health, counters, and streamed completions with a time on every chunk.
+
+The only module that does. Prompts go as token ids, so that every arm reads the very same prompt, and answers come back
+as token ids, so that they can be compared exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from pairing.errors import PartFailedError
+
+
+@dataclass(frozen=True)
+class Answer:
+    output_ids: list[int]
+    arrivals: list[tuple[float, int]]  # (seconds since the request was sent, tokens in the chunk)
+    output_tokens: int  # the server's own count (usage)
+    finish_reason: str
+    started_at: float  # seconds since the epoch
+
+
+def healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=2, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def metrics(url: str) -> str:
+    """The text of /metrics; eval/counters.py reads it."""
+    try:
+        return httpx.get(f"{url}/metrics", timeout=30, trust_env=False).raise_for_status().text
+    except httpx.HTTPError as e:
+        raise PartFailedError(f"{url}/metrics: {type(e).__name__}: {e}") from e
+
+
+def complete(
+    url: str, model: str, prompts: Sequence[Sequence[int]], sampling: dict[str, Any], timeout_s: float = 300
+) -> list[Answer]:
+    """Sends all `prompts` (token ids) at once and returns their answers in order.
+
+    `sampling` holds temperature, max_tokens, seed …, as the completions API names them. Raises PartFailedError when the
+    server refuses, breaks off or takes longer than `timeout_s` for one answer.
+    """
+
+    async def all_of_them() -> list[Answer]:
+        # trust_env off: a proxy set for the outside world must not see loopback traffic
+        async with httpx.AsyncClient(timeout=timeout_s, trust_env=False) as http:
+            return await asyncio.gather(*(_stream(http, url, model, p, sampling) for p in prompts))
+
+    try:
+        return asyncio.run(all_of_them())
+    except httpx.HTTPError as e:
+        raise PartFailedError(f"{url}: the server broke off ({type(e).__name__}: {e})") from e
+
+
+async def _stream(
+    http: httpx.AsyncClient, url: str, model: str, prompt: Sequence[int], sampling: dict[str, Any]
+) -> Answer:
+    body = {
+        "model": model,
+        "prompt": list(prompt),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        **sampling,
+    }
+    ids: list[int] = []
+    arrivals: list[tuple[float, int]] = []
+    finish, used, started_at, started = "", -1, time.time(), time.perf_counter()
+    async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            text = (await response.aread()).decode(errors="replace")
+            raise PartFailedError(f"{url}: the server refused a request ({response.status_code}: {text[:300]})")
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            at = time.perf_counter() - started
+            event = json.loads(line[len("data: ") :])
+            if "error" in event:
+                raise PartFailedError(f"{url}: the server broke off ({event['error']})")
+            for choice in event["choices"]:
+                tokens = choice.get("token_ids") or []
+                if tokens:
+                    ids += tokens
+                    arrivals.append((at, len(tokens)))
+                finish = choice.get("finish_reason") or finish
+            if event.get("usage"):
+                used = event["usage"]["completion_tokens"]
+    if used < 0 or not finish:
+        raise PartFailedError(f"{url}: the answer ended without a finish reason or usage: the server broke off")
+    return Answer(ids, arrivals, used, finish, started_at)

@@ -1,0 +1,280 @@
+"""Serves every arm in vLLM and sends all of them the same prompts, in turn; writes what happened, block by block.
+
+A block is one repeat of one group of one workload on all arms at hand: prompt by prompt the arms take turns, so that a
+noisy machine is noisy for all. Counters are scraped around each block. A block is written when it is whole; a run that
+was stopped goes on with the first block that is not there. eval/results.py makes results.jsonl from the blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from eval import client, counters, server, statistics
+from pairing.errors import PartFailedError
+from pairing.files import append_jsonl, read_jsonl, write_jsonl
+from pairing.progress import bar
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    kind: str  # "target", "draft_model" or "ngram"
+    model: Path | None = None
+    num_speculative_tokens: int = 0
+    draft_sample_method: str = "greedy"  # argmax drafting, vLLM's default
+    prompt_lookup: tuple[int, int] = (2, 4)  # n-gram lengths, shortest and longest
+
+    def speculation(self) -> dict[str, Any] | None:
+        """The --speculative-config of this arm."""
+        k = self.num_speculative_tokens
+        if self.kind == "target":
+            return None
+        if self.kind == "ngram":
+            low, high = self.prompt_lookup
+            return {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": low, "prompt_lookup_max": high}
+        words: dict[str, Any] = {"method": "draft_model", "model": str(self.model), "num_speculative_tokens": k}
+        return (
+            words if self.draft_sample_method == "greedy" else words | {"draft_sample_method": self.draft_sample_method}
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    id: str
+    prompt_ids: list[int]
+    max_tokens: int
+    group: str | None  # "seen=true": reported apart
+    tags: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured. `resident`: all servers up at once and arms interleaved by prompt; else one server at a time,
+    interleaved by repeat (for machines whose memory holds one engine)."""
+
+    target: Path
+    arms: list[Arm]
+    workloads: dict[str, list[Request]]
+    settings: server.Settings
+    repeats: int = 1
+    minutes: float | None = None  # no new repeat is begun after this long; the first is always finished
+    concurrencies: tuple[int, ...] = (1,)  # requests in flight
+    temperatures: tuple[float, ...] = (0.0,)
+    seed: int = 0
+    warmup: int = 2
+    resident: bool = True
+    request_timeout_s: float = 300
+    start_timeout_s: float = 900
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a block is of; its fields stand in each row that it writes."""
+
+    workload: str
+    group: str | None
+    temperature: float
+    concurrency: int
+    repeat: int
+
+
+Block = tuple[Key, list[Request]]
+
+
+def key_of(row: Mapping[str, Any]) -> Key:
+    return Key(*(row[f.name] for f in fields(Key)))
+
+
+def blocks(plan: Plan) -> list[Block]:
+    """Every block in the order in which it runs."""
+    return [
+        (Key(name, group, temperature, concurrency, repeat), [r for r in requests if r.group == group])
+        for repeat in range(plan.repeats)
+        for temperature in plan.temperatures
+        for concurrency in plan.concurrencies
+        for name, requests in plan.workloads.items()
+        for group in dict.fromkeys(r.group for r in requests)
+    ]
+
+
+def sessions(plan: Plan) -> list[tuple[list[Arm], list[Block]]]:
+    """Which arms are served together, and the blocks that they run: all at once, or each by itself and in turn."""
+    if plan.resident:
+        return [(plan.arms, blocks(plan))]
+    return [
+        ([arm], [(key, requests) for key, requests in blocks(plan) if key.repeat == repeat])
+        for repeat in range(plan.repeats)
+        for arm in (plan.arms if repeat % 2 == 0 else plan.arms[::-1])
+    ]
+
+
+def measure(plan: Plan, out: Path) -> None:
+    """Runs the blocks of `plan` that `out` does not hold yet. Appends to out/requests.jsonl and out/blocks.jsonl.
+
+    An arm whose server fails is void from there on, with the reason, and the rest goes on.
+    Raises PartFailedError where the target alone cannot be served: then there is nothing to compare with.
+    """
+    done = _keep_whole_blocks(plan, out)
+    todo = [(arms, [b for b in work if b[0] not in done[arms[0].name]]) for arms, work in sessions(plan)]
+    started = time.monotonic()
+    allowed: dict[int, bool] = {}  # decided once a repeat, so that every arm has it or none
+
+    def may_begin(repeat: int) -> bool:
+        expired = plan.minutes is not None and time.monotonic() - started > 60 * plan.minutes
+        return allowed.setdefault(repeat, repeat == 0 or not expired)
+
+    total = sum(len(requests) * len(arms) for arms, work in todo for _, requests in work)
+    with bar("measuring", total) as advance:
+        for arms, work in todo:
+            if not any(may_begin(key.repeat) for key, _ in work):
+                continue
+            advance(0, "starting " + ", ".join(arm.name for arm in arms))
+            with _serving(plan, arms, out) as (servers, dead):
+                for key, requests in work:
+                    if may_begin(key.repeat):
+                        _write_block(out, _run_block(plan, key, requests, arms, servers, dead, advance))
+
+
+@contextlib.contextmanager
+def _serving(plan: Plan, arms: Sequence[Arm], out: Path) -> Iterator[tuple[dict[str, server.Server], dict[str, str]]]:
+    """Servers of these arms by name, warmed up, and the reasons of those that did not come up."""
+    dead: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        servers: dict[str, server.Server] = {}
+        started = time.monotonic()
+        for arm in arms:
+            log = out / "logs" / f"{arm.name}.log"
+            one = server.start(arm.name, plan.target, arm.speculation(), plan.settings, log)
+            stack.callback(server.stop, one)
+            servers[arm.name] = one
+        for arm in arms:
+            try:
+                server.wait_until_ready(servers[arm.name], plan.start_timeout_s, started)
+                _warm_up(plan, servers[arm.name])
+            except PartFailedError as e:
+                if arm.kind == "target":
+                    raise
+                dead[arm.name] = str(e)
+        yield servers, dead
+
+
+def _warm_up(plan: Plan, one: server.Server) -> None:
+    """Compilation, first-use kernels and page faults belong to no cell. The last prompts serve: measured again later,
+    cold, since the prefix cache is off."""
+    for requests in plan.workloads.values():
+        for request in requests[-plan.warmup :] if plan.warmup else []:
+            client.complete(
+                one.url,
+                server.SERVED_NAME,
+                [request.prompt_ids],
+                _sampling(plan, plan.temperatures[0], request),
+                plan.request_timeout_s,
+            )
+
+
+def _sampling(plan: Plan, temperature: float, request: Request) -> dict[str, Any]:
+    """Pinned in every arm; answers end where they end by themselves (fault D23)."""
+    return {"temperature": temperature, "max_tokens": request.max_tokens, "seed": plan.seed, "ignore_eos": False}
+
+
+def _run_block(
+    plan: Plan,
+    key: Key,
+    requests: Sequence[Request],
+    arms: Sequence[Arm],
+    servers: Mapping[str, server.Server],
+    dead: dict[str, str],
+    advance: Any,
+) -> list[dict[str, Any]]:
+    """One block: the rows to write, a block row a void or counted arm, its request rows before it."""
+    head = asdict(key)
+    before = {name: counters.parse(client.metrics(s.url)) for name, s in servers.items() if name not in dead}
+    rows: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
+    clock = {arm.name: 0.0 for arm in arms}
+    for number, first in enumerate(range(0, len(requests), key.concurrency)):
+        batch = requests[first : first + key.concurrency]
+        turn = number % len(arms)
+        for arm in [*arms[turn:], *arms[:turn]]:  # nobody is always first after a pause, or always after the same arm
+            advance(len(batch), f"{key.workload} {key.group or ''} {arm.name}")
+            if arm.name in dead:
+                continue
+            began = time.perf_counter()
+            try:
+                # one batch shares its sampling: every max_tokens of a workload is the same
+                answers = client.complete(
+                    servers[arm.name].url,
+                    server.SERVED_NAME,
+                    [r.prompt_ids for r in batch],
+                    _sampling(plan, key.temperature, batch[0]),
+                    plan.request_timeout_s,
+                )
+            except PartFailedError as e:
+                dead[arm.name] = f"{e} (log: {servers[arm.name].log})"
+                continue
+            clock[arm.name] += time.perf_counter() - began
+            rows[arm.name] += [
+                {"arm": arm.name, **head, **_request_row(arm, r, a)} for r, a in zip(batch, answers, strict=True)
+            ]
+    written: list[dict[str, Any]] = []
+    for arm in arms:
+        block: dict[str, Any] = {"arm": arm.name, **head, "void": dead.get(arm.name), "counts": None}
+        if arm.name not in dead:
+            one = servers[arm.name]
+            try:
+                counts = counters.difference(before[arm.name], counters.parse(client.metrics(one.url)))
+                block["counts"] = asdict(counts)
+            except PartFailedError as e:
+                block["void"] = str(e)
+            block |= {"seconds": clock[arm.name], "memory_mib": one.memory_mib(), "startup_s": one.startup_s,
+                      "command": server.serve_line(one.command)}  # fmt: skip
+        written += [*rows[arm.name], block]
+    return written
+
+
+def _request_row(arm: Arm, request: Request, answer: client.Answer) -> dict[str, Any]:
+    gaps = statistics.gaps(answer.arrivals, answer.output_tokens)
+    return {
+        "num_speculative_tokens": arm.num_speculative_tokens,
+        "id": request.id,
+        "tags": request.tags,
+        "output_ids": answer.output_ids,
+        "output_tokens": answer.output_tokens,
+        "ttft_s": answer.arrivals[0][0],
+        "e2e_s": answer.arrivals[-1][0],
+        "tpot_s": gaps.tpot,
+        "itl_s": gaps.per_token,
+        "chunk_gap_s": gaps.per_chunk,
+        "chunks": len(answer.arrivals),
+        "finish_reason": answer.finish_reason,
+        "started_at": answer.started_at,
+    }
+
+
+def _write_block(out: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Requests first: a block row says that all of its arm's requests are there."""
+    for row in rows:
+        append_jsonl(out / ("blocks.jsonl" if "counts" in row else "requests.jsonl"), row)
+
+
+def _keep_whole_blocks(plan: Plan, out: Path) -> dict[str, set[Key]]:
+    """The blocks that `out` holds whole, by arm; what a kill left of others is taken out of its files.
+
+    Arms that are served together must all be there, or they were not measured side by side.
+    """
+    held: dict[str, set[Key]] = {arm.name: set() for arm in plan.arms}
+    for row in read_jsonl(out / "blocks.jsonl"):
+        held[row["arm"]].add(key_of(row))
+    if plan.resident:
+        common = set.intersection(*held.values())
+        held = dict.fromkeys(held, common)
+    for file in ("blocks.jsonl", "requests.jsonl"):
+        rows = read_jsonl(out / file)
+        keep = [r for r in rows if key_of(r) in held[r["arm"]]]
+        if len(keep) < len(rows):
+            write_jsonl(out / file, keep)
+    return held

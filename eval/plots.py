@@ -1,0 +1,189 @@
+"""The report's plots: matplotlib to inline SVG text, no files, the same bytes for the same numbers."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")  # never a window, on any machine
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+Row = Mapping[str, Any]
+
+INK, MUTED, RULE = "#1b1f24", "#59636e", "#d8dee4"
+# Okabe-Ito, dark enough on white; markers differ too, so that nothing hangs on colour alone.
+STYLES = (("#0072b2", "o"), ("#b35900", "s"), ("#007a5a", "^"), ("#a3437f", "D"), ("#5c5c5c", "v"), ("#7a6a00", "P"))
+FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+WIDTH = 4.6  # inches: a phone's width at the text size below, and two side by side on a desk
+
+RC = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.parse_math": False,  # names may hold a dollar sign
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": RULE,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "grid.color": RULE,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+}
+
+
+def style(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Arm -> (colour, marker), by the order of the run: an arm looks alike in every plot."""
+    return {name: STYLES[i % len(STYLES)] for i, name in enumerate(names)}
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 20 else f"{name[:18]}…"
+
+
+def _svg(title: str, height: float, draw: Callable[[Axes], None], salt: str) -> str:
+    """One pair of axes as an <svg> element: text stays text in the reader's own font, and no id is left to clash."""
+    with mpl.rc_context({**RC, "svg.hashsalt": salt}):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        axes = figure.subplots()
+        draw(axes)
+        figure.suptitle(title, x=0.005, ha="left", fontsize=10.5, fontweight="bold")
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)  # would style the whole page
+    text = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)  # figure_1, axes_1, …: the same in every plot
+    text = re.sub(r"font: ((?:\w+ )*[\d.]+px) [^;\"]+", lambda m: f"font: {m[1]} {FONTS}", text)
+    text = re.sub(r"font-family: [^;\"]+", f"font-family: {FONTS}", text)
+    label = title.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
+    return text.replace("<svg ", f'<svg role="img" aria-label="{label}" style="stroke-linejoin: round" ', 1)
+
+
+def speedups(title: str, arms: Sequence[Mapping[str, Any]], styles: Mapping[str, tuple[str, str]]) -> str | None:
+    """Bars of end-to-end speedup with their intervals, fastest on top; the line at 1 is the target alone."""
+    shown = [a for a in arms if a["speedup"] is not None and a["interval"]]
+    if not shown:
+        return None
+    labels = [f"{_short(a['arm'])}, K = {a['num_speculative_tokens']}" for a in shown]
+
+    def draw(axes: Axes) -> None:
+        right = max(1.0, *(a["interval"][1] for a in shown))
+        for y, arm in enumerate(shown):
+            colour = styles[arm["arm"]][0]
+            low, high = arm["interval"]
+            axes.barh(y, arm["speedup"], height=0.5, color=colour, alpha=0.75)
+            axes.plot([low, high], [y, y], color=INK, linewidth=1.4, solid_capstyle="butt")
+            axes.plot([low, high], [y, y], "|", color=INK, markersize=8, markeredgewidth=1.4)
+            axes.text(right * 1.03, y, f"{arm['speedup']:.2f}x", va="center", fontweight="bold")
+        axes.axvline(1.0, color=INK, linewidth=1, linestyle=(0, (3, 2)))
+        axes.set_yticks(range(len(shown)), labels)
+        axes.tick_params(axis="y", length=0, labelcolor=INK)
+        axes.invert_yaxis()
+        axes.set_xlim(0, right * 1.18)
+        axes.grid(axis="x")
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel("target alone = 1 (dashed); whiskers: 95 %")
+
+    return _svg(title, 0.95 + 0.36 * len(shown), draw, f"speedups {title}")
+
+
+def per_position(title: str, rows: Sequence[Row], field: str, styles: Mapping[str, tuple[str, str]]) -> str | None:
+    """One line per arm of `survival_per_pos` or `conditional_per_pos` against the draft position, from 1."""
+    shown = [r for r in rows if r.get(field)]
+    if not shown:
+        return None
+
+    def draw(axes: Axes) -> None:
+        for row in shown:
+            colour, marker = styles[row["arm"]]
+            points = [(i, v) for i, v in enumerate(row[field], 1) if v is not None]
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=_short(row["arm"]), clip_on=False)
+        longest = max(len(r[field]) for r in shown)
+        axes.set_xticks(range(1, longest + 1))
+        axes.set_xlim(0.7, longest + 0.3)
+        axes.set_ylim(0, 1.04)
+        axes.grid(axis="y")
+        axes.set_xlabel("draft position")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=min(3, len(shown)), handlelength=1.8)
+
+    return _svg(title, 2.9, draw, f"{field} {title}")
+
+
+def curve(title: str, series: Mapping[str, Sequence[tuple[float, float]]], *, unit: bool = False) -> str | None:
+    """Lines against the training step. `unit`: the scale is 0 to 1."""
+    shown = {name: points for name, points in series.items() if points}
+    if not shown:
+        return None
+
+    def draw(axes: Axes) -> None:
+        for (name, points), (colour, marker) in zip(shown.items(), STYLES, strict=False):
+            many = len(points) > 40
+            axes.plot(*zip(*points, strict=True), color=colour, marker="" if many else marker,
+                      linewidth=1.2 if many else 1.8, label=_short(name))  # fmt: skip
+        if unit:
+            axes.set_ylim(0, 1.04)
+        axes.grid(axis="y")
+        axes.set_xlabel("training step")
+        if len(shown) > 1:
+            axes.legend(loc="best", handlelength=1.8)
+
+    return _svg(title, 2.5, draw, f"curve {title}")
+
+
+def offline_against_served(
+    title: str,
+    before: Mapping[str, float] | None,
+    after: Mapping[str, float] | None,
+    served: Mapping[str, Sequence[tuple[int, float]]],
+) -> str | None:
+    """τ by K from replay, before and after training, and what the engine counted, as dots: arm -> [(K, τ)]."""
+    if not after:
+        return None
+
+    def draw(axes: Axes) -> None:
+        top = 2.0
+        for name, taus, dashes in (("replay, trained", after, "-"), ("replay, untrained", before or {}, (0, (3, 2)))):
+            points = sorted((int(k), v) for k, v in taus.items())
+            if points:
+                colour = STYLES[0][0] if dashes == "-" else STYLES[4][0]
+                axes.plot(*zip(*points, strict=True), color=colour, linestyle=dashes, label=name)
+                top = max(top, *(v for _, v in points))
+        for (name, dots), marker in zip(served.items(), "osD^", strict=False):
+            axes.plot(*zip(*dots, strict=True), marker, color=STYLES[1][0], markersize=7,
+                      label=f"served, {_short(name)}",
+                      markerfacecolor="none" if name == "untrained" else None)  # fmt: skip
+            top = max(top, *(v for _, v in dots))
+        axes.set_ylim(1, top * 1.06)
+        axes.set_xticks(sorted(int(k) for k in after))
+        axes.grid(axis="y")
+        axes.set_xlabel("num_speculative_tokens K")
+        axes.legend(loc="upper left", handlelength=1.8)
+
+    return _svg(title, 2.9, draw, f"tau {title}")
+
+
+def smoothed(points: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
+    """Means of `window` neighbours, for curves of a noisy loss."""
+    if len(points) <= 2 * window:
+        return list(points)
+    edges = list(pairwise(range(0, len(points) + 1, window)))
+    return [(sum(x for x, _ in points[a:b]) / (b - a), sum(y for _, y in points[a:b]) / (b - a)) for a, b in edges]

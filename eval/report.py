@@ -1,0 +1,365 @@
+"""The report of a run folder: one HTML page that needs nothing else, Markdown, tables for the terminal."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+from tokenizers import Tokenizer
+
+from eval import plots
+from eval.run_results import Run, load, prompts
+from eval.verdict import explained, judge, latest, serve_with, void_reason
+from pairing.files import read_json
+
+SAMPLES = 3
+LATENCIES = (
+    ("ttft_ms", "first token (TTFT)"),
+    ("tpot_ms", "per output token (TPOT)"),
+    ("itl_ms", "between tokens (ITL)"),
+    ("chunk_gap_ms", "between chunks"),
+    ("e2e_ms", "whole answer"),
+)
+Row = Mapping[str, Any]
+
+
+def verdict(run_dir: Path) -> dict[str, Any]:
+    """What verdict.json holds: eval.verdict.judge's, and what to `serve` with. Raises InputError as `load`."""
+    return _verdict(load(run_dir))
+
+
+def _verdict(run: Run) -> dict[str, Any]:
+    found = judge(run.results, run.evaluation)
+    own = Path(str((found["best"] or {}).get("model"))) / "pair.json"
+    pair = read_json(own) if own.is_file() else None
+    return found | {"serve": serve_with(found, _target(run), pair)}
+
+
+def _target(run: Run) -> str | None:
+    named = ((run.pair or {}).get("target") or {}).get("name")
+    return named or next((str(r["model"]) for r in run.results if r["kind"] == "target" and r.get("model")), None)
+
+
+def build(run_dir: Path) -> str:
+    """The whole page. No script, no request to anywhere; text of models and users is escaped (jinja2 autoescape).
+
+    Parts that the folder doesn't hold are left out, each with a line that says so. Raises InputError as `verdict`.
+    """
+    run = load(run_dir)
+    found = _verdict(run)
+    rows = latest(run.results)
+    styles = plots.style(list(dict.fromkeys(r["arm"] for r in rows if r["kind"] != "target")))
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"times": times, "percent": percent, "figure": figure, "ms": ms, "mebibytes": mebibytes}
+    environment.filters["without"] = lambda v, *keys: {k: x for k, x in v.items() if k not in keys}
+    environment.tests["explained"] = explained
+    environment.tests["mapping_list"] = lambda v: (
+        isinstance(v, list) and bool(v) and all(isinstance(i, dict) for i in v)
+    )
+    return environment.get_template("report.html.jinja").render(
+        title=_title(run),
+        day=_day(run.requests),
+        verdict=found,
+        cells=[_cell(cell, rows, styles) for cell in found["cells"]],
+        groups=[r for r in rows if r.get("group") is not None and r["kind"] != "target"],
+        latencies=LATENCIES,
+        training=_training(run, rows),
+        check=run.check,
+        quantize=run.quantize,
+        samples=_samples(run, found),
+        settings=_settings(rows),
+        provenance=run.provenance or next(iter(run.jobs.values()), None),
+        commands=_commands(run),
+        stages=run.stages,
+        config=yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True) if run.config else None,
+        pair=run.pair,
+    )
+
+
+def markdown(run_dir: Path) -> str:
+    """The sentence and the table of every whole-workload row, for a pull request or a README."""
+    run = load(run_dir)
+    return markdown_results(run.results, run.evaluation)
+
+
+def markdown_results(results: Sequence[Row], evaluation: Mapping[str, Any] | None = None) -> str:
+    """`markdown` of rows at hand."""
+    found = judge(results, evaluation)
+    lines = [f"**{found['answer'].capitalize()}.** {escape(found['sentence'], quote=False)}", ""]
+    for cell in found["cells"]:
+        lines += [f"{escape(_cell_name(cell), quote=False)}:", ""]
+        lines += ["| arm | K | speed | tokens/s | τ | accepted | identical | |", "|---|--:|--:|--:|--:|--:|--:|---|"]
+        for row in _table_rows(cell, latest(results)):
+            lines.append("| " + " | ".join(escape(t, quote=False).replace("|", "\\|") for t in _texts(row)) + " |")
+        lines.append("")
+    lines += [f"- {escape(alarm, quote=False)}" for alarm in found["alarms"]]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def tables(run_dir: Path) -> Group:
+    """The same rows for a terminal of 80 columns: a rich table for each workload, temperature and concurrency."""
+    run = load(run_dir)
+    shown = []
+    for cell in _verdict(run)["cells"]:
+        one = Table(title=_cell_name(cell), title_justify="left", title_style="bold", box=None, pad_edge=False)
+        for i, head in enumerate(("arm", "K", "speed", "95 %", "tok/s", "τ", "identical", "result")):
+            one.add_column(head, justify="left" if i in (0, 7) else "right", no_wrap=True)
+        for row in _table_rows(cell, latest(run.results)):
+            # Text, not str: names must not be read as rich's markup
+            colour = {"faster": "green", "void": "yellow", "slower": "red", "differs from the target": "red"}
+            texts = (
+                row["arm"],
+                figure(row["num_speculative_tokens"]),
+                times(row["speedup"]),
+                f"{row['interval'][0]:.2f}–{row['interval'][1]:.2f}" if row["interval"] else "–",
+                figure(row["output_tokens_per_s"], 1),
+                figure(row["acceptance_length"], 2),
+                percent(row["exact_match"]),
+                {"no measurable difference": "no difference", "differs from the target": "differs"}.get(
+                    row["answer"], row["answer"]
+                ),
+            )
+            one.add_row(*(Text(t, style=colour.get(row["answer"], "")) for t in texts))
+        shown.append(Padding(one, (0, 0, 1, 0)))
+    return Group(*shown)
+
+
+def times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}x"
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    """A share just under 1, or over 0, gets the digits that tell it from that."""
+    if value is None:
+        return "–"
+    while digits < 3 and 0 < value < 1 and round(value, digits + 2) in (0, 1):
+        digits += 1
+    return f"{value * 100:.{digits}f}\u00a0%"
+
+
+def ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def mebibytes(value: float | None) -> str:
+    return "–" if value is None else f"{value / 2**20:,.1f} MiB"
+
+
+def figure(value: Any, digits: int | None = None) -> str:
+    """Anything a table cell may hold, as a reader wants it."""
+    if value is None or value == "":
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.{digits}f}" if digits is not None else f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(figure(v, digits) for v in value)
+    return str(value)
+
+
+def _texts(row: Row) -> list[str]:
+    low_high = row["interval"]
+    speed = times(row["speedup"]) + (f" ({low_high[0]:.2f}–{low_high[1]:.2f})" if low_high else "")
+    return [
+        row["arm"],
+        figure(row["num_speculative_tokens"]),
+        speed,
+        figure(row["output_tokens_per_s"], 1),
+        figure(row["acceptance_length"], 2),
+        percent(row["draft_acceptance_rate"]),
+        percent(row["exact_match"]),
+        row["answer"] + (f": {row['reason']}" if row["answer"] in ("void", "not measurable") else ""),
+    ]
+
+
+def _cell_name(cell: Row) -> str:
+    at = "one request at a time" if cell["concurrency"] == 1 else f"{cell['concurrency']} requests in flight"
+    return f"{cell['workload']}, temperature {cell['temperature']:g}, {at}"
+
+
+def _rows_of(cell: Row, rows: Sequence[Row]) -> list[Row]:
+    return [r for r in rows if r.get("group") is None
+            and all(r[k] == cell[k] for k in ("workload", "temperature", "concurrency"))]  # fmt: skip
+
+
+def _table_rows(cell: Row, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The target, then the arms as judged, fastest first; each the results row with the verdict's fields over it."""
+    own = _rows_of(cell, rows)
+    keys = ("arm", "num_speculative_tokens", "draft_sample_method")
+    by_arm = {tuple(r.get(k) for k in keys): r for r in own}
+    fields = ("output_tokens_per_s", "exact_match", "acceptance_length", "draft_acceptance_rate", "prompts", "repeats")
+    blank = dict.fromkeys((*fields, "mismatches", *(k for k, _ in LATENCIES)))  # a void row may hold none of them
+    targets = [
+        {**blank, **r, "speedup": None if void_reason(r) else 1.0, "interval": None, "reason": void_reason(r),
+         "num_speculative_tokens": None,
+         "answer": "void" if void_reason(r) else "baseline"}
+        for r in own if r["kind"] == "target"
+    ]  # fmt: skip
+    return targets + [{**blank, **by_arm[tuple(a.get(k) for k in keys)], **a} for a in cell["arms"]]
+
+
+def _cell(cell: Row, rows: Sequence[Row], styles: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    shown = _table_rows(cell, rows)
+    # An arm measured at several K: its fastest in the plots by position, else its longest.
+    best: dict[str, dict[str, Any]] = {}
+    for row in shown:
+        if row["answer"] not in ("void", "baseline") and row["arm"] not in best:
+            best[row["arm"]] = row
+    survivors = list(best.values())
+    return {
+        "name": _cell_name(cell),
+        "rows": shown,
+        "plots": [
+            p
+            for p in (
+                plots.speedups("End-to-end speed", cell["arms"], styles),
+                plots.per_position(
+                    "Accepted up to this position (of all rounds)", survivors, "survival_per_pos", styles
+                ),
+                plots.per_position("Accepted here, if all before were", survivors, "conditional_per_pos", styles),
+            )
+            if p
+        ],
+        "mismatches": [(row["arm"], m) for row in shown for m in row["mismatches"] or []],
+    }
+
+
+def _title(run: Run) -> str:
+    target = _target(run)
+    return f"A drafter for {target.rstrip('/').split('/')[-1]}" if target else f"Run {run.folder.name}"
+
+
+def _day(requests: Sequence[Row]) -> str | None:
+    """When the measuring began, from the run itself: the page of a run doesn't depend on when it is built."""
+    started = [r["started_at"] for r in requests if r.get("started_at")]
+    if not started:
+        return None
+    first = min(started, key=str)
+    return first[:10] if isinstance(first, str) else datetime.fromtimestamp(first, UTC).strftime("%Y-%m-%d")
+
+
+def _training(run: Run, rows: Sequence[Row]) -> dict[str, Any] | None:
+    if not run.metrics and not run.evaluation:
+        return None
+    train = [m for m in run.metrics if m["kind"] == "train"]
+    evals = [m for m in run.metrics if m["kind"] == "eval"]
+    names = list(dict.fromkeys(m["set"] for m in evals))
+    sets = (run.evaluation or {}).get("sets", {})
+    loss = [(m["step"], m["loss"]) for m in train if m.get("loss") is not None]
+    drawn = [
+        plots.curve("Training loss", {"loss": plots.smoothed(loss, max(1, len(loss) // 120))}),
+        plots.curve(
+            "Top-1 agreement on held-out text",
+            {n: [(m["step"], m["top1"]) for m in evals if m["set"] == n] for n in names},
+            unit=True,
+        ),
+        plots.curve(
+            "τ at K = 4 on held-out text, by replay",
+            {n: [(m["step"], m["tau"]["4"]) for m in evals if m["set"] == n and "4" in m["tau"]] for n in names},
+        ),
+    ]
+    for name, s in sets.items():
+        served: dict[str, list[tuple[int, float]]] = {}
+        for row in rows:
+            mine = row["workload"] == name and row["kind"] == "draft_model" and row.get("group") is None
+            if mine and row.get("acceptance_length") and not void_reason(row):
+                served.setdefault(row["arm"], []).append((row["num_speculative_tokens"], row["acceptance_length"]))
+        before, after = (s.get("before") or {}).get("tau"), (s.get("after") or {}).get("tau")
+        drawn.append(plots.offline_against_served(f"τ offline and served, {name}", before, after, served))
+    last = train[-1] if train else {}
+    return {
+        "plots": [p for p in drawn if p],
+        "sets": sets,
+        "verdict": (run.evaluation or {}).get("verdict"),
+        "steps": last.get("step"),
+        "tokens": last.get("tokens"),
+        "seconds": last.get("seconds"),
+    }
+
+
+def _samples(run: Run, found: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The first prompts of the headline's workload with the target's and the best arm's outputs side by side."""
+    if not found["cells"] or not run.requests:
+        return None
+    best, workload = found["best"] or {}, found["cells"][0]["workload"]
+    outputs: dict[str, dict[str, list[int]]] = {}
+    for r in run.requests:
+        ours = r["workload"] == workload and r["repeat"] == 0
+        if ours and (r["arm"] == "target" or (r["arm"], r.get("num_speculative_tokens"))
+                     == (best.get("arm"), best.get("num_speculative_tokens"))):  # fmt: skip
+            outputs.setdefault(r["id"], {})[r["arm"]] = r["output_ids"]
+    chosen = list(outputs.items())[:SAMPLES]
+    asked = prompts(run.answers, [id for id, _ in chosen])
+    return {
+        "workload": workload,
+        "decoded": run.tokenizer is not None,
+        "items": [
+            {
+                "id": id,
+                "messages": asked.get(id),
+                "same": len(arms) > 1 and len({tuple(ids) for ids in arms.values()}) == 1,
+                "outputs": {arm: _decode(run.tokenizer, ids) for arm, ids in arms.items()},
+            }
+            for id, arms in chosen
+        ],
+    }
+
+
+def _decode(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str:
+    """Special tokens are shown: an answer that never ended must look like one."""
+    return tokenizer.decode(list(ids), skip_special_tokens=False) if tokenizer else " ".join(map(str, ids))
+
+
+def _settings(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """The arms' settings: what they share and what differs, so that "alike but for speculation" can be seen."""
+    by_arm = {r["arm"]: r.get("settings") or {} for r in rows}
+    if not any(by_arm.values()):
+        return None
+    keys = list(dict.fromkeys(k for s in by_arm.values() for k in s))
+    shared, differing = {}, []
+    for key in keys:
+        values = {arm: s.get(key) for arm, s in by_arm.items()}
+        if all(v == next(iter(values.values())) for v in values.values()):
+            shared[key] = next(iter(values.values()))
+        else:
+            differing.append((key, values))
+    return {
+        "shared": shared,
+        "differing": differing,
+        "versions": next((r["versions"] for r in rows if r.get("versions")), None),
+    }
+
+
+def _commands(run: Run) -> list[str]:
+    """What to type to get this run again."""
+    first = run.provenance or next(iter(run.jobs.values()), None)
+    if not first:
+        return []
+    jobs = [run.provenance] if run.provenance else list(run.jobs.values())
+    lines = [f"git checkout {first['git']}"] if first.get("git") else []
+    return lines + [_command(job["argv"]) for job in jobs if job and job.get("argv")]
+
+
+def _command(argv: Sequence[str]) -> str:
+    """argv as a person types it: `draftsmith run …`, or `python recipes/run.py …` without this machine's folders."""
+    program = argv[0]
+    if program.endswith(".py"):
+        program = "python " + "/".join(Path(program).parts[-2:])
+    return " ".join([program, *(shlex.quote(a) for a in argv[1:])])

@@ -1,0 +1,316 @@
+"""The verdict: one plain sentence from measured rows, deploy or not, with the number that explains it.
+
+Arms are ranked by measured end-to-end speed, never by acceptance: a drafter that is accepted well and slows serving
+down gets a no (fault D24). What can't be told is said so: a cell is void with its reason, or nothing was measurable.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+
+REPLAY_GAP = 0.05  # D15: offline and served τ further apart than this raise an alarm
+CACHE_HITS = 0.01  # D20: a cell with a higher prefix cache hit rate measured the cache
+TIE = "a tie in rounding"  # what a mismatch's `why` says where both tokens were equally likely for the target
+REFERENCE_ARMS = ("untrained",)  # measured to show what training brought, never recommended
+
+
+def judge(results: Sequence[Row], evaluation: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The verdict on the rows of results.jsonl, and evaluation.json where there is one.
+
+    The first workload of the run, at its lowest temperature and concurrency, gives the headline; the other cells are
+    judged alike and named. Returns {"answer": "deploy"|"do not deploy"|"not measurable", "sentence", "best": arm|None,
+    "alarms": [str], "void": [{"arm", "workload", "num_speculative_tokens", "reason"}],
+    "cells": [{"workload", "temperature", "concurrency", "arms": [arm]}]}, fastest arm first, where an arm is {"arm",
+    "kind", "model", "num_speculative_tokens", "draft_sample_method", "speedup", "interval", "acceptance_length",
+    "draft_acceptance_rate", "exact_match", "answer": "faster"|"slower"|"no measurable difference"|
+    "differs from the target"|"void"|"not measurable", "reason"}.
+    """
+    rows = latest(results)
+    cells = [_cell(key, members) for key, members in _grouped(rows)]
+    alarms = [*_served_alarms(rows), *_training_alarms(evaluation)]
+    voids = [
+        {
+            "arm": r["arm"],
+            "workload": r["workload"],
+            "num_speculative_tokens": r.get("num_speculative_tokens"),
+            "reason": void_reason(r),
+        }
+        for r in rows
+        if void_reason(r)
+    ]
+    if not cells:
+        answer, sentence, best = "not measurable", _nothing_served(evaluation), None
+    else:
+        answer, sentence, best = _headline(cells)
+    if _unchanged(evaluation):
+        sentence = sentence.removesuffix(".") + "; training made no measurable change."
+    return {
+        "schema": 1,
+        "answer": answer,
+        "sentence": sentence,
+        "best": best,
+        "alarms": alarms,
+        "void": voids,
+        "cells": cells,
+    }
+
+
+def latest(results: Sequence[Row]) -> list[Row]:
+    """One row per cell: a cell measured again replaces its earlier row."""
+    keys = ("arm", "workload", "group", "temperature", "concurrency", "num_speculative_tokens", "draft_sample_method")
+    return list({tuple(r.get(k) for k in keys): r for r in results}.values())
+
+
+def void_reason(row: Row) -> str | None:
+    """Why a row is no measurement, or None where it is one."""
+    if row.get("void"):
+        return str(row["void"])
+    hits = row.get("prefix_cache_hit_rate")
+    if hits is not None and hits > CACHE_HITS:
+        return f"prefix cache hit rate {hits * 100:.1f} %: it replayed cached prompts"
+    return None
+
+
+def explained(mismatch: Row) -> bool:
+    """Whether a differing output is still lossless: rounding chose between tokens equally likely for the target."""
+    return TIE in (mismatch.get("why") or "")
+
+
+def _grouped(rows: Sequence[Row]) -> list[tuple[tuple[Any, ...], list[Row]]]:
+    """Whole-workload rows by (workload, temperature, concurrency): in the run's order, each from its lowest."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    order: dict[str, int] = {}
+    for r in rows:
+        if r.get("group") is None:
+            order.setdefault(r["workload"], len(order))
+            groups.setdefault((r["workload"], r["temperature"], r["concurrency"]), []).append(r)
+    return sorted(groups.items(), key=lambda g: (order[g[0][0]], g[0][1], g[0][2]))
+
+
+def _cell(key: tuple[Any, ...], rows: Sequence[Row]) -> dict[str, Any]:
+    target = next((r for r in rows if r["kind"] == "target"), None)
+    arms = [_arm(r, target) for r in rows if r["kind"] != "target"]
+    arms.sort(key=lambda a: -(a["speedup"] or 0.0))
+    return {"workload": key[0], "temperature": key[1], "concurrency": key[2], "arms": arms}
+
+
+def _arm(row: Row, target: Row | None) -> dict[str, Any]:
+    answer, reason = _arm_answer(row, target)
+    keys = ("arm", "kind", "model", "num_speculative_tokens", "draft_sample_method", "acceptance_length",
+            "draft_acceptance_rate", "exact_match")  # fmt: skip
+    measured = answer not in ("void", "not measurable")
+    return {k: row.get(k) for k in keys} | {
+        "speedup": row.get("speedup") if measured else None,
+        "interval": row.get("speedup_interval") if measured else None,
+        "answer": answer,
+        "reason": reason,
+    }
+
+
+def _arm_answer(row: Row, target: Row | None) -> tuple[str, str | None]:
+    if void_reason(row):
+        return "void", void_reason(row)
+    if target is None:
+        return "not measurable", "the target alone was not measured beside it"
+    if void_reason(target):
+        return "not measurable", f"the target alone is void: {void_reason(target)}"
+    if row.get("speedup") is None or not row.get("speedup_interval"):
+        return "not measurable", "no speedup with an interval: it needs at least two prompts answered by both arms"
+    unexplained = [m for m in row.get("mismatches") or [] if not explained(m)]
+    if unexplained:
+        first = unexplained[0]
+        return "differs from the target", (
+            f"{len(unexplained)} outputs differ from the target's and not by {TIE}, "
+            f"first {first['id']} at token {first['position']}"
+        )
+    low, high = row["speedup_interval"]
+    if low > 1.0:
+        return "faster", None
+    return ("slower", _cost(row)) if high < 1.0 else ("no measurable difference", _cost(row))
+
+
+def _cost(row: Row) -> str | None:
+    """Why there is no gain. S = τ / (cost of a round in target steps), so the cost is τ / S (design.md, Words).
+
+    Only for draft models: they draft in every round, while τ of n-gram leaves out the rounds in which it found nothing.
+    """
+    length = row.get("acceptance_length")
+    if row["kind"] != "draft_model" or not length:
+        return None
+    return f"a round emits τ = {length:.2f} tokens and costs about {length / row['speedup']:.2f} target steps"
+
+
+def _headline(cells: Sequence[dict[str, Any]]) -> tuple[str, str, dict[str, Any] | None]:
+    cell = cells[0]
+    ranked = [a for a in cell["arms"] if a["speedup"] is not None and a["arm"] not in REFERENCE_ARMS]
+    faster = [a for a in ranked if a["answer"] == "faster"]
+    drafters = [a for a in cell["arms"] if a["kind"] == "draft_model" and a["arm"] not in REFERENCE_ARMS]
+    if not ranked:
+        void = next((a for a in cell["arms"] if a["arm"] not in REFERENCE_ARMS), None)
+        why = f"{void['arm']}: {void['reason']}" if void else "no arm but the target was measured"
+        return "not measurable", f"Not measurable: on {_where(cell)} {why}.", None
+    if faster and (faster[0]["kind"] == "draft_model" or not drafters):
+        best = faster[0]
+        parts = [
+            f"Deploy {_named(best)}: it serves {_where(cell)} at {_times(best)}",
+            f"{_accepted(best)}, and {_same(best)}",
+            *_elsewhere(best, cells[1:]),
+        ]
+        return "deploy", "; ".join(parts) + ".", best
+    drafter = next((a for a in ranked if a["kind"] == "draft_model"), None)
+    if faster:  # vLLM's own n-gram wins, which costs nothing to make
+        best = faster[0]
+        against = f"; the drafter ({_named(drafter)}) at {_times(drafter, short=True)}" if drafter else ""
+        return (
+            "do not deploy",
+            f"Do not deploy the drafter: {_named(best)}, which needs none, serves {_where(cell)} at {_times(best)}"
+            f"{against}.",
+            best,
+        )
+    best = ranked[0]
+    lossy = best["answer"] == "differs from the target"
+    gain = {"no measurable difference": "no measurable gain", "differs from the target": "but"}.get(
+        best["answer"], best["answer"]
+    )
+    reason = f"{'' if lossy else ':'} {best['reason']}" if best["reason"] else ""
+    parts = [
+        f"Do not deploy: {'outputs change' if lossy else 'no gain'}; the fastest arm, {_named(best)}, serves "
+        f"{_where(cell)} at {_times(best)}, {gain}{reason}"
+    ]
+    if drafter and drafter is not best:
+        why = f": {drafter['reason']}" if drafter["reason"] else ""
+        parts.append(f"the drafter ({_named(drafter)}) at {_times(drafter, short=True)}{why}")
+    return "do not deploy", "; ".join(parts) + ".", best
+
+
+def _named(arm: Mapping[str, Any]) -> str:
+    return f"{arm['arm']} at K = {arm['num_speculative_tokens']}"
+
+
+def _where(cell: Mapping[str, Any]) -> str:
+    """The workload, and what of its cell is out of the ordinary (temperature 0, one request at a time)."""
+    text = str(cell["workload"])
+    if cell["temperature"]:
+        text += f" at temperature {cell['temperature']:g}"
+    return text + (f" with {cell['concurrency']} requests in flight" if cell["concurrency"] != 1 else "")
+
+
+def _times(arm: Mapping[str, Any], short: bool = False) -> str:
+    low, high = arm["interval"]
+    if short:
+        return f"{arm['speedup']:.2f}x ({low:.2f} to {high:.2f})"
+    return f"{arm['speedup']:.2f}x the target's own speed (95 % interval {low:.2f} to {high:.2f})"
+
+
+def _accepted(arm: Mapping[str, Any]) -> str:
+    if arm["acceptance_length"] is None:
+        return "the engine counted no drafted token"
+    rate = (
+        f", {arm['draft_acceptance_rate'] * 100:.0f} % of drafted tokens are accepted"
+        if arm["draft_acceptance_rate"]
+        else ""
+    )
+    return f"a round emits τ = {arm['acceptance_length']:.2f} tokens{rate}"
+
+
+def _same(arm: Mapping[str, Any]) -> str:
+    if arm["exact_match"] is None:
+        return "whether the outputs are the target's own was not checked"
+    if arm["exact_match"] == 1:
+        return "every output is the target's own, token for token"
+    return f"{arm['exact_match'] * 100:.1f} % of outputs are the target's own token for token, the rest {TIE}"
+
+
+def _elsewhere(best: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where the recommended arm loses or gains nothing: whoever deploys it must know."""
+    found = []
+    for cell in cells:
+        for arm in cell["arms"]:
+            same = all(arm[k] == best[k] for k in ("arm", "num_speculative_tokens", "draft_sample_method"))
+            if same and arm["answer"] != "faster":
+                figure = f" ({arm['speedup']:.2f}x)" if arm["speedup"] else ""
+                found.append(f"{arm['answer']} on {_where(cell)}{figure}")
+    return ["but " + ", ".join(found)] if found else []
+
+
+def _served_alarms(rows: Sequence[Row]) -> list[str]:
+    alarms = []
+    for r in rows:
+        if r.get("group") is not None or void_reason(r):
+            continue  # a group is a part of a cell already looked at
+        replay, served = r.get("replay_acceptance_length"), r.get("acceptance_length")
+        if replay and served and abs(replay / served - 1) > REPLAY_GAP:
+            alarms.append(
+                f"Offline and served disagree: {r['arm']} on {r['workload']} at K = {r['num_speculative_tokens']} has "
+                f"τ {replay:.2f} by replay and {served:.2f} served ({(replay / served - 1) * 100:+.1f} %; "
+                f"limit {REPLAY_GAP * 100:.0f} %): find out why before trusting either."
+            )
+        if r["kind"] == "target" and (r.get("settings") or {}).get("ignore_eos"):
+            alarms.append(
+                f"Not representative: {r['workload']} was measured with ignore_eos: answers ran past their end."
+            )
+    return alarms
+
+
+def _changes(evaluation: Mapping[str, Any] | None) -> list[tuple[str, str, list[float]]]:
+    sets = (evaluation or {}).get("sets", {})
+    return [(name, figure, change) for name, s in sets.items() for figure, change in (s.get("change") or {}).items()]
+
+
+def _unchanged(evaluation: Mapping[str, Any] | None) -> bool:
+    """Whether every figure's interval of change holds 0 (D15)."""
+    changes = _changes(evaluation)
+    return bool(changes) and all(low <= 0 <= high for _, _, (_, low, high) in changes)
+
+
+def _training_alarms(evaluation: Mapping[str, Any] | None) -> list[str]:
+    if not _unchanged(evaluation):
+        return []
+    name, figure, (point, low, high) = _changes(evaluation)[0]
+    return [
+        f"Training made no measurable change: on {name}, {figure} changed by {point:+.3f} "
+        f"(95 % interval {low:+.3f} to {high:+.3f}), and no other figure's interval leaves out 0 either."
+    ]
+
+
+def _nothing_served(evaluation: Mapping[str, Any] | None) -> str:
+    sets = (evaluation or {}).get("sets", {})
+    for name, s in sets.items():
+        after = s.get("after") or {}
+        if "4" in after.get("tau", {}):
+            return (
+                f"Not measurable: nothing was served; offline on {name}, replay gives τ = {after['tau']['4']:.2f} "
+                "at K = 4 (an estimate of acceptance, no claim about speed)."
+            )
+    return "Not measurable: nothing was served."
+
+
+def serve_with(verdict: Row, target: str | None, pair: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What to serve with, by `verdict` (of `judge`): {"arm", "model", "num_speculative_tokens", "draft_sample_method",
+    "command"}; the target alone where nothing gains; None where nothing is known.
+
+    `pair` is the pair.json of the best arm's own drafter: its line is taken where it is for this K.
+    """
+    best = verdict["best"]
+    if target is None or verdict["answer"] == "not measurable":
+        return None
+    if best is None or best["answer"] != "faster":
+        keys = ("arm", "model", "num_speculative_tokens", "draft_sample_method")
+        return dict.fromkeys(keys) | {"arm": "target", "command": f"vllm serve {shlex.quote(target)}"}
+    own = (pair or {}).get("serve") or {}
+    command = own.get("command") if own.get("num_speculative_tokens") == best["num_speculative_tokens"] else None
+    if best["kind"] != "draft_model" or not command:
+        config = {"method": best["kind"], "num_speculative_tokens": best["num_speculative_tokens"]}
+        if best["kind"] == "draft_model":
+            config["model"] = best["model"]
+        if best["draft_sample_method"] not in (None, "greedy"):
+            config["draft_sample_method"] = best["draft_sample_method"]
+        command = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(config))}"
+    return {k: best[k] for k in ("arm", "model", "num_speculative_tokens", "draft_sample_method")} | {
+        "command": command
+    }

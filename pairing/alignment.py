@@ -1,0 +1,493 @@
+"""Whether a target and a drafter fit: token by token, row by row, and what each misfit means and how to mend it.
+
+Levels of a finding: "blocks" (the pair cannot run, or runs with wrong tokens), "repairable" (it does not run as it is,
+and a mechanical repair exists), "warns" (it runs; something costs or surprises), "info". Aligned means that nothing
+blocks and nothing needs repair. Weights are never read: rows come from the safetensors headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pairing.engine import bitsandbytes_advice, draftable, engine, layer_kinds
+from pairing.files import read_json
+from pairing.source import ModelSource, load_tokenizer
+from pairing.weights import EMBEDDINGS, HEADS, TensorInfo, find, read_headers
+
+LEVELS = ("blocks", "repairable", "warns", "info")
+SHOWN = 3  # differing ids that a finding spells out
+ADDED_TRIED = 256
+RUN = 64
+
+# What tokenizers of one family are known to cut differently: spaces, digits, scripts, code, emoji, odd Unicode.
+TEXTS = (
+    "The quick brown fox can't jump over the 13 lazy dogs, e.g. at 9:30 p.m.; they'd rather sleep there.",
+    "  two spaces,\ttab,\n\n newlines \r\n and trailing spaces   ",
+    "0 7 42 1234567890 3.14159 -1e-9 1,000,000 0x1F",
+    'def f(x: int) -> str:\n    return {"key": [x ** 2, None]}  # café\n',
+    '{"name": "Zoë", "quantity": 24, "items": ["red pens"], "total": 3.5}',
+    "SELECT a.id FROM t AS a WHERE a.x >= 10 AND b != 'it''s';",
+    "Ein Überfall, où ça, ¿qué tal?, żółć, İstanbul, naïve, straße",
+    "Привет, мир. Γειά σου Κόσμε. שלום עולם. مرحبا بالعالم.",
+    "你好，世界。こんにちは世界。안녕하세요 세계. नमस्ते दुनिया. สวัสดีชาวโลก",
+    "\U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e8\U0001f1ed \u2764\ufe0f \u2713",
+    "e\u0301 vs \u00e9, \ufb01 vs fi, \u00a0 no-break, \u200b zero width, \u2028 line",
+    "https://example.org/a?b=c&d=%20#e user@example.org C:\\dir\\file.txt",
+    "aaaaaaaaaaaaaaaaaaaaaaaa ______ ====== ////// ......",
+    "<|im_start|>user\n<s>[INST] text that looks like markup </s><|endoftext|>",
+)
+TALKS: tuple[list[dict[str, str]], ...] = (
+    [{"role": "user", "content": "Hello."}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}],
+    [
+        {"role": "user", "content": " 2 + 2? "},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "Thanks\n"},
+    ],
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    level: str  # one of LEVELS
+    what: str  # the fact, in one line
+    where: str  # the part that was compared: tokens, rows, special ids, template, …
+    fix: str  # what to do; "" where nothing needs doing
+
+
+@dataclass(frozen=True)
+class Side:
+    """One model of the pair, with what the comparisons need."""
+
+    name: str
+    config: dict[str, Any]
+    tokenizer: Any
+    generation: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """The language model's part of a multimodal config; the config itself otherwise."""
+        return dict(self.config.get("text_config", self.config))
+
+
+def read_side(source: ModelSource) -> Side:
+    """Raises InputError where a part does not load (a corrupt tokenizer, torn weights)."""
+    generation = source.path / "generation_config.json"
+    return Side(
+        source.name,
+        read_json(source.path / "config.json"),
+        load_tokenizer(source.path),
+        read_json(generation) if generation.is_file() else {},
+        read_headers(source.path),
+    )
+
+
+def check_pair(target: ModelSource, drafter: ModelSource) -> dict[str, Any]:
+    """The alignment report: {"aligned", "verdict", "target", "drafter", "facts", "findings"}, JSON as it stands.
+
+    "findings" are `Finding` dicts, the gravest first. "facts" holds the counts that other parts use: "highest_id",
+    "target_rows", "drafter_rows", "max_model_len" (what both can take; None where neither says).
+    """
+    t, d = read_side(target), read_side(drafter)
+    t_tokens, d_tokens = tokens_by_id(t.tokenizer), tokens_by_id(d.tokenizer)
+    token_findings = compare_tokens(t_tokens, d_tokens)
+    same = not any(f.level == "blocks" for f in token_findings)
+    findings = [
+        *token_findings,
+        *compare_rows(t, d, max(t_tokens), max(*t_tokens, *d_tokens), same),
+        *head_findings(t, "target"),
+        *head_findings(d, "drafter"),
+        *compare_special_ids(t, d),
+        *(compare_segmentation(t.tokenizer, d.tokenizer) if same else []),
+        *compare_templates(t.tokenizer, d.tokenizer),
+        *compare_context(t.text, d.text),
+        *engine_findings(t, d),
+    ]
+    findings.sort(key=lambda f: LEVELS.index(f.level))
+    aligned = not any(f.level in ("blocks", "repairable") for f in findings)
+    lengths = [n for n in (context(t.text), context(d.text)) if n is not None]
+    return {
+        "aligned": aligned,
+        "verdict": _verdict(findings, aligned),
+        "target": t.name,
+        "drafter": d.name,
+        "facts": {
+            "highest_id": max(t_tokens),
+            "target_rows": t.text.get("vocab_size"),
+            "drafter_rows": d.text.get("vocab_size"),
+            "max_model_len": min(lengths) if lengths else None,
+        },
+        "findings": [asdict(f) for f in findings],
+    }
+
+
+def summary(report: dict[str, Any]) -> dict[str, Any]:
+    """What pair.json keeps of a report: verdict, facts, how many findings of each level, all but the "info" ones."""
+    levels = [f["level"] for f in report["findings"]]
+    return {
+        "aligned": report["aligned"],
+        "verdict": report["verdict"],
+        "target": report["target"],
+        **report["facts"],
+        "levels": {level: levels.count(level) for level in LEVELS},
+        "findings": [f for f in report["findings"] if f["level"] != "info"],
+    }
+
+
+def _verdict(findings: list[Finding], aligned: bool) -> str:
+    if aligned:
+        warnings = sum(f.level == "warns" for f in findings)
+        return "aligned" + (f", with {warnings} warning{'s' * (warnings > 1)}" if warnings else "")
+    return f"not aligned: {findings[0].what}"
+
+
+# Tokens
+
+
+def tokens_by_id(tokenizer: Any) -> dict[int, str]:
+    """Every id in use and its string, added tokens included. Never bounded by len() or vocab_size: ids may have holes
+    and an added id may lie above both (fault D4). Where two strings claim one id, the added one holds."""
+    tokens = {int(i): str(token) for token, i in tokenizer.get_vocab().items()}
+    tokens.update({int(i): str(token) for i, token in tokenizer.added_tokens_decoder.items()})
+    return tokens
+
+
+def compare_tokens(target: dict[int, str], drafter: dict[int, str]) -> list[Finding]:
+    """Id by id up to the highest one in use on either side."""
+    ids = range(max(*target, *drafter) + 1)
+    differ = [i for i in ids if i in target and i in drafter and target[i] != drafter[i]]
+    lacks = [i for i in ids if i in target and i not in drafter]
+    extra = [i for i in ids if i in drafter and i not in target]
+    findings = []
+    if differ:
+        moved = sorted(target[i] for i in differ) == sorted(drafter[i] for i in differ)
+        shown = "; ".join(
+            f"id {i} is {target[i]!r} in the target, {drafter[i]!r} in the drafter" for i in differ[:SHOWN]
+        )
+        findings.append(
+            Finding(
+                "blocks",
+                f"the vocabularies differ in {len(differ)} ids"
+                + (" (the same tokens, moved)" if moved else "")
+                + f": {shown}",
+                "tokens",
+                "choose or make a drafter with the target's tokenizer (`draftsmith init`); "
+                "equal sizes do not make equal vocabularies",
+            )
+        )
+    if lacks:
+        shown = ", ".join(f"{i} {target[i]!r}" for i in lacks[:SHOWN])
+        findings.append(
+            Finding(
+                "repairable",
+                f"the drafter's tokenizer lacks {len(lacks)} of the target's ids: {shown}",
+                "tokens",
+                "copy the target's tokenizer into the drafter and train these rows: it has never seen them",
+            )
+        )
+    if extra:
+        shown = ", ".join(f"{i} {drafter[i]!r}" for i in extra[:SHOWN])
+        findings.append(
+            Finding(
+                "warns",
+                f"the drafter's tokenizer has {len(extra)} ids that the target's has not: {shown}",
+                "tokens",
+                "copy the target's tokenizer into the drafter; a proposal of such an id is always rejected",
+            )
+        )
+    if not differ and not lacks:
+        holes = max(target) + 1 - len(target)
+        findings.append(
+            Finding(
+                "info", f"{len(target)} tokens equal id by id, highest id {max(target)}, {holes} holes", "tokens", ""
+            )
+        )
+    return findings
+
+
+def compare_special_ids(target: Side, drafter: Side) -> list[Finding]:
+    """Roles as resolved id sets: tokenizer and generation config together, an eos given as a list or as a number (D3).
+
+    The engine ends answers by the target's ids alone, so a drafter that says otherwise warns and never blocks.
+    """
+    findings = []
+    t, d = resolved_ids(target), resolved_ids(drafter)
+    for role in t:
+        if t[role] != d[role]:
+            findings.append(
+                Finding(
+                    "info" if role in ("pad", "unk") else "warns",
+                    f"{role} ids are {sorted(t[role])} in the target, {sorted(d[role])} in the drafter",
+                    "special ids",
+                    "copy the target's tokenizer_config.json and generation_config.json into the drafter",
+                )
+            )
+    if not t["eos"]:
+        findings.append(
+            Finding(
+                "warns",
+                "the target names no eos id: its answers end by length only",
+                "special ids",
+                "set eos_token_id in its generation_config.json",
+            )
+        )
+    generation, own = _ids(target.generation.get("eos_token_id")), _ids(target.tokenizer.eos_token_id)
+    if generation and own and not own <= generation:
+        findings.append(
+            Finding(
+                "warns",
+                f"the target's tokenizer ends with {sorted(own)}, its generation config with {sorted(generation)}: "
+                "vLLM stops at either, transformers at the second only",
+                "special ids",
+                "name all ids in eos_token_id of the target's generation_config.json",
+            )
+        )
+    t_special, d_special = set(target.tokenizer.all_special_ids), set(drafter.tokenizer.all_special_ids)
+    if t_special != d_special:
+        findings.append(
+            Finding(
+                "info",
+                f"ids special on one side only: {sorted(t_special ^ d_special)[:SHOWN]}",
+                "special ids",
+                "copy the target's tokenizer into the drafter",
+            )
+        )
+    return findings
+
+
+def resolved_ids(side: Side) -> dict[str, set[int]]:
+    """The ids of each role, from the tokenizer and from the generation config (the config where there is none)."""
+    rest = side.generation or side.text
+    return {
+        role: _ids(getattr(side.tokenizer, f"{role}_token_id", None)) | _ids(rest.get(f"{role}_token_id"))
+        for role in ("eos", "bos", "pad", "unk")
+    }
+
+
+def _ids(value: Any) -> set[int]:
+    return set() if value is None else {int(v) for v in value} if isinstance(value, list) else {int(value)}
+
+
+def compare_segmentation(target: Any, drafter: Any) -> list[Finding]:
+    """The same texts through both: equal strings at equal ids still leave merges, normalizers and pre-tokenizers.
+
+    Beside the built-in texts: each added token within a text, for its own rules (stripped spaces, whole words only),
+    and the whole vocabulary as text, a run of neighbouring ids at a time, so that every merge is asked for.
+    """
+    added = [str(token) for token in target.added_tokens_decoder.values()][:ADDED_TRIED]
+    ids = sorted(tokens_by_id(target))
+    runs = [target.decode(ids[i : i + RUN]) for i in range(0, len(ids), RUN)]
+    texts = [*TEXTS, *(f"a{token} b {token}c" for token in added), *runs]
+    differ = []
+    for text in texts:
+        a, b = (list(tok(text, add_special_tokens=False)["input_ids"]) for tok in (target, drafter))
+        if a != b:
+            differ.append((text, a, b))
+    if differ:
+        text, a, b = differ[0]
+        at = _first_difference(a, b)
+        what = (
+            f"{len(differ)} of {len(texts)} texts are cut differently, first {text[:40]!r}: "
+            f"from token {at} on {a[at : at + 6]} in the target, {b[at : at + 6]} in the drafter"
+        )
+        return [Finding("repairable", what, "segmentation", "copy the target's tokenizer files into the drafter")]
+    a, b = (list(tok("a")["input_ids"]) for tok in (target, drafter))
+    if a != b:
+        what = f"the tokenizers add other special tokens: 'a' is {a} in the target, {b} in the drafter"
+        fix = "none needed: serving uses the target's tokenizer only, and so does draftsmith's training"
+        return [Finding("warns", what, "segmentation", fix)]
+    return [Finding("info", f"{len(texts)} texts are cut alike", "segmentation", "")]
+
+
+def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def compare_templates(target: Any, drafter: Any) -> list[Finding]:
+    """The same conversations rendered by both templates; what they render counts, not how they are written."""
+    if not target.chat_template:
+        return [Finding("info", "the target has no chat template", "template", "")]
+    copy = "none needed to serve (the target's template is used); copy it into the drafter"
+    if not drafter.chat_template:
+        return [Finding("warns", "the drafter has no chat template, the target has one", "template", copy)]
+    for talk in TALKS:
+        for prompt in (False, True):
+            a, b = (_render(tok, talk, prompt) for tok in (target, drafter))
+            if a != b:
+                at = _first_difference(a, b)
+                what = (
+                    f"the chat templates differ on a conversation of {len(talk)} messages, from character {at}: "
+                    f"{a[at : at + 30]!r} in the target, {b[at : at + 30]!r} in the drafter"
+                )
+                return [Finding("warns", what, "template", copy)]
+    return [Finding("info", f"{len(TALKS)} conversations are rendered alike", "template", "")]
+
+
+def _render(tokenizer: Any, talk: list[dict[str, str]], prompt: bool) -> str:
+    """The text, or the template's own complaint: both templates may refuse the same roles in the same words."""
+    try:
+        return str(tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=prompt))
+    except Exception as e:  # templates raise jinja2's errors and their own
+        return f"(refused: {e})"
+
+
+# Rows and weights
+
+
+def compare_rows(target: Side, drafter: Side, target_highest: int, drafter_highest: int, same: bool) -> list[Finding]:
+    """Rows of config, embedding and head, against each other and the highest id in use (faults D1, D4, D16).
+
+    `drafter_highest` counts the target's ids too: they are what the drafter is fed. `same`: no token differs.
+    """
+    findings = []
+    for side, role, highest in ((target, "target", target_highest), (drafter, "drafter", drafter_highest)):
+        rows = side.text.get("vocab_size")
+        for part, info in (("embedding", find(side.tensors, EMBEDDINGS)), ("head", find(side.tensors, HEADS))):
+            if info is not None and not _packed(info) and info.shape[0] != rows:
+                findings.append(
+                    Finding(
+                        "blocks",
+                        f"the {role}'s {part} has {info.shape[0]} rows, its config says vocab_size {rows}",
+                        "rows",
+                        "save the model again with vocab_size equal to its rows",
+                    )
+                )
+        if rows is None or highest >= rows:
+            findings.append(
+                Finding(
+                    "blocks",
+                    f"id {highest} is in use and the {role} has {rows} rows only",
+                    "rows",
+                    f"give the {role} at least {highest + 1} rows, trained ones",
+                )
+            )
+    if findings:
+        return findings
+    t, d = int(target.text["vocab_size"]), int(drafter.text["vocab_size"])
+    if t == d:
+        return [Finding("info", f"{t} rows on both sides, {t - target_highest - 1} above the ids in use", "rows", "")]
+    if not same:
+        return [Finding("blocks", f"the target has {t} rows, the drafter {d}", "rows", "see the tokens above")]
+    return [
+        Finding(
+            "repairable",
+            f"same tokenizer, padding differs: the target has {t} rows, the drafter {d}; ids end at {target_highest}",
+            "rows",
+            f"{'pad' if d < t else 'cut'} the drafter's embedding and head to {t} rows, the others as they are, "
+            "and set its vocab_size; or make a drafter by `draftsmith init`",
+        )
+    ]
+
+
+def head_findings(side: Side, role: str) -> list[Finding]:
+    """The tied flag against the tensors in the file, and a head that no engine reads."""
+    from transformers import CONFIG_MAPPING
+
+    head = find(side.tensors, HEADS)
+    tied = side.config.get("tie_word_embeddings", side.text.get("tie_word_embeddings"))
+    if tied is None and side.config.get("model_type") in CONFIG_MAPPING:
+        tied = CONFIG_MAPPING[side.config["model_type"]].from_dict(side.config).get_text_config().tie_word_embeddings
+    if head is not None and _packed(head):
+        return [
+            Finding(
+                "blocks",
+                f"the {role}'s head is quantized ({head.dtype}); vLLM reads heads in 16 or 32 bit",
+                "head",
+                "quantize it again without the head (`draftsmith quantize`)",
+            )
+        ]
+    if tied and head is not None:
+        return [
+            Finding(
+                "warns",
+                f"the {role}'s config says that the head is tied, and its file holds one: engines drop it",
+                "head",
+                "where it differs from the embedding set tie_word_embeddings to false, else delete it",
+            )
+        ]
+    if tied is False and head is None:
+        return [
+            Finding(
+                "blocks",
+                f"the {role}'s config says that the head is not tied, and its file holds none",
+                "head",
+                "set tie_word_embeddings to true, or save the head",
+            )
+        ]
+    return []
+
+
+def _packed(info: TensorInfo) -> bool:
+    return info.dtype in ("U8", "I8", "I32")
+
+
+# Serving
+
+
+def context(config: dict[str, Any]) -> int | None:
+    """Positions the model takes, as vLLM counts them: linear and dynamic scaling of the rotary positions multiply.
+
+    The other types (yarn, llama3, longrope) write the scaled length as max_position_embeddings already.
+    """
+    length = config.get("max_position_embeddings") or config.get("n_positions")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaled = rope.get("rope_type", rope.get("type")) in ("linear", "dynamic")
+    return int(length * float(rope.get("factor") or 1 if scaled else 1)) if length else None
+
+
+def compare_context(target: dict[str, Any], drafter: dict[str, Any]) -> list[Finding]:
+    """D6: past the drafter's last position vLLM fails or drafts noise, so both must be held to the shorter one."""
+    t, d = context(target), context(drafter)
+    if t is None or d is None:
+        return []
+    if d < t:
+        return [
+            Finding(
+                "warns",
+                f"the drafter takes {d} positions, the target {t}",
+                "context",
+                f"serve with `--max-model-len {d}`: prompt and answer together then end at {d} tokens, not at {t}",
+            )
+        ]
+    return [Finding("info", f"the target takes {t} positions, the drafter {d}", "context", "")]
+
+
+def engine_findings(target: Side, drafter: Side) -> list[Finding]:
+    """What vLLM would refuse or do differently with this pair (faults D7, D8, D18)."""
+    findings = [
+        Finding("blocks", f"no drafter for vLLM: {reason}", "layers", "choose layers of one kind, or another drafter")
+        for reason in draftable(drafter.config)
+    ]
+    if "vision_config" in target.config or "audio_config" in target.config:
+        findings.append(
+            Finding(
+                "warns",
+                "the target is multimodal: vLLM drafts from its text only",
+                "layers",
+                "measure on text requests; expect little on the others",
+            )
+        )
+    try:
+        kinds = layer_kinds(target.config)
+    except ValueError as e:
+        kinds = []
+        findings.append(Finding("warns", f"the target's {e}", "layers", "update transformers"))
+    if len(set(kinds)) > 1:
+        findings.append(
+            Finding(
+                "warns",
+                f"the target mixes layer types ({', '.join(sorted(set(kinds)))}): vLLM may split the drafter's layers "
+                "over several KV-cache groups and refuse to start",
+                "layers",
+                "start the pair once before training (`draftsmith serve`)",
+            )
+        )
+    quantized = drafter.config.get("quantization_config") or {}
+    if quantized.get("quant_method") == "bitsandbytes" and (found := engine()):
+        advice = bitsandbytes_advice(found.version, found.bitsandbytes_plugin)
+        if advice:
+            findings.append(Finding("warns", "this vLLM does not read the 4-bit drafter yet", "engine", advice))
+    return findings

@@ -1,0 +1,181 @@
+"""A drafter from the target itself: some of its layers, its embedding, norm and head, its tokenizer and template.
+
+Works on the safetensors files: tensors are copied by name and renumbered; memory holds the drafter, never the target.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from pairing.card import write_card
+from pairing.engine import draftable
+from pairing.errors import InputError
+from pairing.files import new_folder, read_json, write_json
+from pairing.pair import new_pair
+from pairing.progress import bar
+from pairing.source import TOKENIZER_FILES, ModelSource
+from pairing.weights import TensorInfo, read_headers
+
+# Their tensors are model.embed_tokens, model.layers.N.*, model.norm and lm_head, and no layer needs to know its number.
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+WHOLE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+LAYERWISE = ("layer_types",)
+SKIPPED = ("rotary_emb.inv_freq",)  # a buffer that old files carry; today's classes compute it
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HEADER_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def spaced(count: int, of: int) -> list[int]:
+    """`count` layers of `of`, evenly spaced, the first and the last among them."""
+    if not 2 <= count <= of:
+        raise InputError(f"count={count}: the target has {of} layers: give 2 to {of}, or name them with layers=[…]")
+    return [round(i * (of - 1) / (count - 1)) for i in range(count)]
+
+
+def plan_init(target: ModelSource, layers: list[int], dtype: str | None = None) -> dict[str, Any]:
+    """What `init_drafter` would do: {"layers", "of", "dtype", "parameters", "bytes", "config", "tensors"}.
+
+    "tensors" maps each new name to the target's name. Everything that can be wrong is found here, from headers and
+    config: an unknown architecture, layers out of range, a drafter that vLLM would not run (`draftable`), a tied flag
+    that the weights contradict. Raises InputError.
+    """
+    config = read_json(target.path / "config.json")
+    tensors = read_headers(target.path)
+    _require_known(target.name, config, tensors)
+    of = int(config["num_hidden_layers"])
+    _require_layers(layers, of)
+    cut = _cut_config(config, layers, of)
+    if reasons := draftable(cut):
+        raise InputError(f"{target.name}, layers {layers}: no drafter for vLLM: {'; '.join(reasons)}")
+    _require_head(target, config, tensors)
+    names: dict[str, str] = {}
+    for name in tensors:
+        match = LAYER.fullmatch(name)
+        if match is None:
+            names[name] = name
+        elif int(match[1]) in layers and not name.endswith(SKIPPED):
+            names[f"model.layers.{layers.index(int(match[1]))}.{match[2]}"] = name
+    if cut.get("tie_word_embeddings"):
+        names.pop("lm_head.weight", None)
+    kept = [tensors[old] for old in names.values()]
+    if dtype is not None:
+        cut["dtype"] = dtype
+        cut.pop("torch_dtype", None)
+    stored = sorted({t.dtype for t in kept})
+    width = DTYPES[dtype].itemsize if dtype else None
+    values = [t.bytes // HEADER_DTYPES[t.dtype].itemsize for t in kept]
+    return {
+        "layers": layers,
+        "of": of,
+        "dtype": dtype or "+".join(str(HEADER_DTYPES[d]).removeprefix("torch.") for d in stored),
+        "parameters": sum(values),
+        "bytes": sum(values) * width if width else sum(t.bytes for t in kept),
+        "config": cut,
+        "tensors": names,
+    }
+
+
+def init_drafter(target: ModelSource, out: Path, layers: list[int], dtype: str | None = None) -> dict[str, Any]:
+    """Writes the drafter folder `out` (atomically; never over another one) and returns its plan's figures.
+
+    `layers` are ascending numbers of the target's layers; `dtype` (float32, bfloat16, float16) casts, None keeps.
+    Raises InputError as `plan_init` does, or where `out` holds something.
+    """
+    plan = plan_init(target, layers, dtype)
+    headers = read_headers(target.path)
+    by_file: dict[Path, list[tuple[str, str]]] = {}
+    for new, old in plan["tensors"].items():
+        by_file.setdefault(headers[old].file, []).append((new, old))
+    with new_folder(out) as temp:
+        weights: dict[str, torch.Tensor] = {}
+        with bar("copying layers", total=len(plan["tensors"])) as advance:
+            for file, pairs in by_file.items():
+                with safe_open(file, framework="pt") as source:
+                    for new, old in pairs:
+                        tensor = source.get_tensor(old)
+                        weights[new] = tensor.to(DTYPES[dtype]) if dtype else tensor
+                        advance(1, "")
+        save_file(weights, temp / "model.safetensors", metadata={"format": "pt"})
+        write_json(temp / "config.json", plan["config"])
+        copy_companions(target.path, temp)
+        if not (temp / "generation_config.json").is_file():
+            ids = {k: v for k, v in plan["config"].items() if k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            write_json(temp / "generation_config.json", ids)
+        made = {"step": "init", "target": target.name} | {k: plan[k] for k in ("layers", "of", "dtype", "parameters")}
+        write_json(temp / "pair.json", new_pair(target, made))
+        write_card(temp, name=out.name)
+    return {"drafter": str(out), "target": target.name} | {
+        k: v for k, v in plan.items() if k not in ("config", "tensors")
+    }
+
+
+def copy_companions(source: Path, goal: Path) -> None:
+    """Copies what a model folder needs beside config and weights: tokenizer, chat templates, generation config."""
+    for name in (*TOKENIZER_FILES, "chat_template.json", "generation_config.json"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, goal / name)
+    for template in source.glob("*.jinja"):
+        shutil.copyfile(template, goal / template.name)
+    if (source / "additional_chat_templates").is_dir():
+        shutil.copytree(source / "additional_chat_templates", goal / "additional_chat_templates")
+
+
+def _require_known(name: str, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
+    architecture = (config.get("architectures") or [config.get("model_type")])[0]
+    if architecture not in ARCHITECTURES:
+        raise InputError(
+            f"{name}: cannot cut layers out of a {architecture}: one of {', '.join(ARCHITECTURES)} is needed; "
+            "any drafter folder with the target's tokenizer can be distilled instead"
+        )
+    if "quantization_config" in config:
+        raise InputError(f"{name}: its weights are quantized: init needs the target's 16- or 32-bit weights")
+    for tensor, info in tensors.items():
+        known = tensor in WHOLE or LAYER.fullmatch(tensor) or tensor.endswith(SKIPPED)
+        if not known or info.dtype not in HEADER_DTYPES:
+            raise InputError(f"{name}: its tensor {tensor} ({info.dtype}) is not one that a {architecture} has")
+
+
+def _require_layers(layers: list[int], of: int) -> None:
+    if not layers or layers[0] < 0 or layers[-1] >= of or any(a >= b for a, b in pairwise(layers)):
+        raise InputError(f"layers={layers}: give ascending, different numbers from 0 to {of - 1}")
+
+
+def _require_head(target: ModelSource, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
+    """The tied flag must be true to the weights, or two engines read two different models (fault D16)."""
+    if "tie_word_embeddings" not in config:
+        from transformers import CONFIG_MAPPING
+
+        config["tie_word_embeddings"] = bool(CONFIG_MAPPING[config["model_type"]].from_dict(config).tie_word_embeddings)
+    embedding, head = tensors.get("model.embed_tokens.weight"), tensors.get("lm_head.weight")
+    if embedding is None:
+        raise InputError(f"{target.name}: its weights hold no model.embed_tokens.weight")
+    if not config["tie_word_embeddings"] and head is None:
+        raise InputError(f"{target.name}: config.json says that the head is not tied, and the weights hold no head")
+    if config["tie_word_embeddings"] and head is not None:
+        with safe_open(embedding.file, framework="pt") as a, safe_open(head.file, framework="pt") as b:
+            same = torch.equal(a.get_tensor("model.embed_tokens.weight"), b.get_tensor("lm_head.weight"))
+        if not same:
+            raise InputError(
+                f"{target.name}: config.json says that the head is tied to the embedding, and lm_head.weight differs "
+                "from it: set tie_word_embeddings to false, or delete that tensor"
+            )
+
+
+def _cut_config(config: dict[str, Any], layers: list[int], of: int) -> dict[str, Any]:
+    """The layer-wise lists cut to the chosen layers, the count set, all else as it is.
+
+    Named, not guessed from their length: eos_token_id may be a list too, as long as a small model is deep.
+    """
+    cut = {k: [v[i] for i in layers] if k in LAYERWISE and len(v or []) == of else v for k, v in config.items()}
+    cut["num_hidden_layers"] = len(layers)
+    cut.pop("_name_or_path", None)
+    return cut

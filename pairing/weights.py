@@ -1,0 +1,86 @@
+"""The tensors of a model folder by name, dtype and shape, from the safetensors headers alone: no weight is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from pairing.errors import InputError
+from pairing.files import read_json
+
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+HEADS = ("lm_head.weight", "embed_out.weight")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    dtype: str  # as safetensors writes it: F32, BF16, U8, ...
+    shape: tuple[int, ...]
+    file: Path
+    bytes: int
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers and vLLM read: the index's where there is one, else model.safetensors, else all.
+
+    Some folders hold the same weights twice (Mistral's consolidated.safetensors); a plain glob would count both.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        missing = [n for n in names if not (folder / n).is_file()]
+        if missing:
+            raise InputError(f"{folder}: {index.name} names {missing[0]}, which is not there: fetch the folder again")
+        return [folder / n for n in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Raises InputError where the file is no safetensors file or was cut short (a stopped download)."""
+    broken = InputError(f"{file}: no whole safetensors file: fetch or save it again")
+    size = file.stat().st_size
+    with open(file, "rb") as f:
+        start = f.read(8)
+        if len(start) < 8:
+            raise broken
+        (length,) = struct.unpack("<Q", start)
+        if 8 + length > size:
+            raise broken
+        try:
+            header = json.loads(f.read(length))
+        except ValueError:
+            raise broken from None
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        if 8 + length + end > size:
+            raise broken
+        tensors[name] = TensorInfo(entry["dtype"], tuple(entry["shape"]), file, end - begin)
+    return tensors
+
+
+def read_headers(folder: Path) -> dict[str, TensorInfo]:
+    """Every tensor of the model in `folder`, in the order of its files."""
+    tensors: dict[str, TensorInfo] = {}
+    for file in weight_files(folder):
+        tensors |= read_header(file)
+    if not tensors:
+        raise InputError(f"{folder}: its safetensors files hold no tensors")
+    return tensors
+
+
+def find(tensors: dict[str, TensorInfo], endings: tuple[str, ...]) -> TensorInfo | None:
+    """The input embedding (`EMBEDDINGS`) or the output head (`HEADS`), whatever wrapper its name stands in."""
+    return next((t for name, t in tensors.items() if name.endswith(endings)), None)
+
+
+def parameters(tensors: dict[str, TensorInfo]) -> int:
+    """Stored values, each tensor once. Of packed 4-bit weights these are bytes, not parameters."""
+    return sum(math.prod(t.shape) for t in tensors.values())

@@ -1,0 +1,308 @@
+"""Trains a drafter on its target's stored answers, and says what that changed on held-out prompts.
+
+draftsmith distill draft=runs/init data=runs/answers out=runs/distill heldout.orders=runs/held minutes=7
+accelerate launch --config_file recipes/configs/accelerate/one_process.yaml recipes/distill.py --config my.yaml lr=1e-3
+torchrun --nproc_per_node 2 recipes/distill.py draft=… data=… out=… epochs=3
+
+The same command goes on where it was stopped. The trained drafter is OUT/drafter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+if __package__ in (None, ""):  # launched by path: sys.path[0] is recipes/, where `import distill` would find a script
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from pydantic import Field, model_validator
+from rich.console import Console
+
+from distill.answers import Answers, open_answers, require_target
+from distill.batches import Rows, check_rows
+from distill.evaluate import compare, score_prompts, verdict
+from distill.student import freeze
+from distill.train import Settings, fit, steps_of
+from pairing.card import write_card
+from pairing.errors import InputError
+from pairing.files import append_jsonl, new_folder, read_json, write_json
+from pairing.pair import read_pair, update_pair
+from pairing.source import load_model, load_tokenizer, resolve
+from recipes.config import Strict, guarded, parse
+from recipes.run_folder import open_run
+
+SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class LossWeights(Strict):
+    forward_kl: float = Field(default=1.0, ge=0)
+    """KL from the target's distribution to the drafter's"""
+    cross_entropy: float = Field(default=0.1, ge=0)
+    """−log q of the answer's tokens"""
+
+
+class DistillConfig(Strict):
+    draft: Path
+    """the drafter's folder, from `draftsmith init`; it is not changed"""
+    data: Path
+    """the target's answers to train on, from `draftsmith generate`"""
+    out: Path
+    """the run's folder; the same config goes on in it, another one is refused"""
+    heldout: dict[str, Path] = Field(default_factory=dict)
+    """answers to evaluate on, by a name of your choice: heldout.orders=runs/held"""
+    target: str | None = None
+    """checks that the answers were written by this model"""
+    epochs: float | None = Field(default=None, gt=0)
+    """passes over the data; of epochs, max_steps and minutes the first that is reached ends the run"""
+    max_steps: int | None = Field(default=None, gt=0)
+    """optimizer steps"""
+    minutes: float | None = Field(default=None, gt=0)
+    """minutes of training, evaluation while training included; the rate decays to reach 0 then"""
+    seed: int = Field(default=0, ge=0)
+    batch_size: int = Field(default=8, gt=0)
+    """prompts per process and accumulation step"""
+    accumulation: int = Field(default=1, gt=0)
+    """batches per optimizer step"""
+    lr: float = Field(default=1e-3, ge=0)
+    """peak learning rate of AdamW"""
+    warmup: float = Field(default=0.04, ge=0, lt=1)
+    """part of the run in which the rate rises"""
+    weight_decay: float = Field(default=0.0, ge=0)
+    beta2: float = Field(default=0.98, gt=0, lt=1)
+    """AdamW's memory of squared gradients; short runs want it short"""
+    clip: float = Field(default=1.0, gt=0)
+    """largest norm of the gradient"""
+    trainable: Literal["all", "layers"] = "layers"
+    """layers: the embedding and the head stay the target's own; all: they learn too"""
+    losses: LossWeights = LossWeights()
+    chunk: int = Field(default=256, gt=0)
+    """positions whose logits exist at one time"""
+    eval_every: int = Field(default=50, gt=0)
+    """steps between evaluations"""
+    eval_prompts: int = Field(default=64, gt=0)
+    """prompts of each held-out set used while training; the last evaluation uses all"""
+    checkpoint_every: int = Field(default=50, gt=0)
+    """steps between checkpoints"""
+    keep: int = Field(default=2, gt=0)
+    """checkpoints kept"""
+    tracker: Literal["none", "wandb"] = "none"
+    """where metrics go beside metrics.jsonl"""
+    threads: int | None = Field(default=None, gt=0)
+    """CPU threads per process; null shares out the cores (launchers like to set 1)"""
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> DistillConfig:
+        if self.epochs is None and self.max_steps is None and self.minutes is None:
+            raise ValueError("give an end: epochs=…, max_steps=… or minutes=…")
+        if not self.losses.forward_kl and not self.losses.cross_entropy:
+            raise ValueError("every weight in losses is 0, so nothing would be learnt")
+        return self
+
+
+def main(argv: list[str]) -> int:
+    config, args = parse(DistillConfig, argv, about=(__doc__ or "").splitlines()[0])
+    notes = Console(stderr=True, highlight=False, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
+    accelerator = _accelerator(config)
+    result = run(config, accelerator, notes, dry_run=args.dry_run)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()  # trackers, then the process group
+    if accelerator.is_main_process:
+        print(json.dumps(result, indent=2) if args.json else _plain(result))
+    return 0
+
+
+def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run: bool = False) -> dict[str, Any]:
+    """Trains, evaluates before against after, writes the drafter; or returns the plan. All ranks call it."""
+    rows, heldout = _inputs(config, notes)
+    settings = _settings(config)
+    if dry_run:
+        return _plan(config, settings, rows, heldout, accelerator)
+    with accelerator.main_process_first():
+        if accelerator.is_main_process:
+            open_run(config.out, config)
+    if (config.out / "drafter" / "pair.json").is_file():
+        notes.print(f"{config.out} is finished already", markup=False)
+        return _result(config, read_json(config.out / "evaluation.json"))
+    if config.tracker != "none":
+        accelerator.init_trackers(
+            "draftsmith", config.model_dump(mode="json"), {"wandb": {"dir": str(config.out), "name": config.out.name}}
+        )
+    model = load_model(config.draft)
+    summary = fit(accelerator, model, rows, heldout, settings, config.out)
+    before = load_model(config.draft).to(accelerator.device)
+    sets, lines = {}, []
+    for name, held in heldout.items():
+        sizes = {"batch_size": config.batch_size, "chunk": config.chunk}
+        scores = [score_prompts(accelerator, m, held, **sizes) for m in (before, model)]
+        sets[name] = compare(*scores)
+        for b, a in zip(*scores, strict=True):
+            lines.append({"set": name, "id": a.id, "tags": a.tags, "w_before": b.accepted, "w_after": a.accepted})
+    evaluation = {"sets": sets, "verdict": verdict(sets), "training": summary}
+    if accelerator.is_main_process:
+        (config.out / "evaluation_prompts.jsonl").unlink(missing_ok=True)
+        for line in lines:
+            append_jsonl(config.out / "evaluation_prompts.jsonl", line)
+        write_json(config.out / "evaluation.json", evaluation)
+        _write_drafter(config, model, evaluation)
+    return _result(config, evaluation)
+
+
+def _accelerator(config: DistillConfig) -> Accelerator:
+    cpu = not torch.cuda.is_available()
+    accelerator = Accelerator(cpu=cpu, log_with=None if config.tracker == "none" else config.tracker)
+    if accelerator.distributed_type not in SUPPORTED or accelerator.mixed_precision not in ("no", "bf16"):
+        raise InputError(
+            f"accelerate is set to {accelerator.distributed_type.value} with mixed_precision "
+            f"{accelerator.mixed_precision}: distill runs on one process, several CPU processes or several GPUs, in no or "
+            "bf16 precision"
+        )
+    if cpu:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(config.threads or max(1, cores // accelerator.num_processes))
+    return accelerator
+
+
+def _inputs(config: DistillConfig, notes: Console) -> tuple[Rows, dict[str, Rows]]:
+    """Everything that can be wrong is found here, before a weight is read or a file is written."""
+    draft = resolve(str(config.draft)).path
+    pair, model = read_pair(draft), read_json(draft / "config.json")
+    if "quantization_config" in model:
+        raise InputError(f"{draft}: its weights are quantized: distil the drafter first, then quantize it")
+    real = max(load_tokenizer(draft).get_vocab().values()) + 1
+    sets = {"data": open_answers(config.data)} | {f"heldout.{n}": open_answers(p) for n, p in config.heldout.items()}
+    for name, answers in sets.items():
+        _require_pair(name, answers, pair, config, notes)
+    limits = {"rows": model["vocab_size"], "real": real, "context": model["max_position_embeddings"]}
+    rows = {name: check_rows(answers, f"{name} ({_folder(config, name)})", **limits) for name, answers in sets.items()}
+    train = set(sets["data"].data["id"])
+    for name, answers in sets.items():
+        both = [i for i in answers.data["id"] if i in train] if name != "data" else []
+        if both:
+            raise InputError(
+                f"{name}: {len(both)} of its prompts are trained on too, {both[0]} first: its figures would mean "
+                "nothing; generate it from other prompts"
+            )
+    for name, r in rows.items():
+        supervised, all_tokens = int(r.answer_P.sum()), int((r.prompt_P + r.answer_P).sum())
+        share = f"{supervised:,} supervised of {all_tokens:,} tokens ({r.share:.1%})"
+        notes.print(f"{name}: {len(r)} prompts, {share}", markup=False)
+    data = rows.pop("data")
+    return data, {name.removeprefix("heldout."): r for name, r in rows.items()}
+
+
+def _folder(config: DistillConfig, name: str) -> Path:
+    return config.data if name == "data" else config.heldout[name.removeprefix("heldout.")]
+
+
+def _require_pair(name: str, answers: Answers, pair: dict[str, Any], config: DistillConfig, notes: Console) -> None:
+    if config.target is not None:
+        require_target(answers, resolve(config.target))
+    was, made_for = answers.meta["target"], pair["target"]
+    if was["digests"]["tokenizer"] != made_for["digests"]["tokenizer"]:
+        raise InputError(
+            f"{name}: these answers are in the tokens of {was['name']}, the draft was made for {made_for['name']}, and "
+            "their tokenizers differ: make the draft from that target with `draftsmith init`"
+        )
+    if was["digests"]["weights"] != made_for["digests"]["weights"]:
+        notes.print(f"{name}: written by {was['name']}, the draft was made from {made_for['name']}", markup=False)
+
+
+def _settings(config: DistillConfig) -> Settings:
+    values = config.model_dump(exclude={"draft", "data", "out", "heldout", "target", "tracker", "threads"})
+    return Settings(**values)
+
+
+def _plan(
+    config: DistillConfig, settings: Settings, rows: Rows, heldout: dict[str, Rows], accelerator: Accelerator
+) -> dict[str, Any]:
+    """Sizes, and a rough time from a matrix product's speed on this machine."""
+    model = load_model(config.draft)
+    params = sum(p.numel() for _, p in freeze(model, config.trainable))
+    head = model.get_output_embeddings().weight
+    body = sum(p.numel() for p in model.parameters()) - head.numel()
+    body -= 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    per_epoch, total = steps_of(settings, rows, accelerator.num_processes)
+    tokens, supervised = int((rows.prompt_P + rows.answer_P).sum()), int(rows.answer_P.sum())
+    head_passes = 4 if config.trainable == "layers" else 6
+    seconds = (6 * body * tokens + head_passes * head.numel() * supervised) / _flops(accelerator.device)
+    epoch_minutes = seconds / accelerator.num_processes / 60
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    return {
+        "plan": {
+            "prompts": len(rows),
+            "tokens": tokens,
+            "supervised_tokens": supervised,
+            "heldout": {n: len(r) for n, r in heldout.items()},
+            "processes": accelerator.num_processes,
+            "steps_per_epoch": per_epoch,
+            "steps": total,
+            "minutes": config.minutes,
+            "rough_minutes_per_epoch": round(epoch_minutes, 2),
+            "trainable_parameters": params,
+            "checkpoint_bytes": 12 * params,
+            "drafter_bytes": sum(f.stat().st_size for f in config.draft.glob("*.safetensors")),
+            "memory_bytes": weights + 12 * params + 8 * config.chunk * head.shape[0],
+        }
+    }
+
+
+def _flops(device: torch.device) -> float:
+    """What matrix products of a small model's size reach here, after a first one to warm up."""
+    a, b = torch.ones(512, 576, device=device), torch.ones(576, 4096, device=device)
+    started, n = time.perf_counter(), 0
+    while time.perf_counter() - started < 0.2 or n < 3:
+        started = time.perf_counter() if n == 1 else started
+        (a @ b).sum().item()
+        n += 1
+    return 2 * 512 * 576 * 4096 * (n - 1) / (time.perf_counter() - started)
+
+
+def _write_drafter(config: DistillConfig, model: Any, evaluation: dict[str, Any]) -> None:
+    """The draft's folder with trained weights in its own dtype; everything else but pair.json and card is copied."""
+    broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
+    assert not broken, broken  # the last checkpoint has looked
+    dtype = getattr(torch, str(read_json(config.draft / "config.json").get("dtype") or "float32"))
+    step = {"step": "distill", "data": str(config.data), **evaluation["training"], "verdict": evaluation["verdict"]}
+    with new_folder(config.out / "drafter") as temp:
+        model.to(dtype).save_pretrained(temp)
+        for source in config.draft.iterdir():
+            if source.is_file() and not source.name.endswith((".safetensors", ".safetensors.index.json")):
+                shutil.copyfile(source, temp / source.name)
+            elif source.is_dir():
+                shutil.copytree(source, temp / source.name)
+        pair = read_pair(temp)
+        how = config.model_dump(mode="json", include={"lr", "seed", "trainable", "losses"})
+        training = evaluation["training"] | how
+        for name, result in evaluation["sets"].items():
+            training |= {f"top1 on {name}": result["after"]["top1"], f"tau K=4 on {name}": result["after"]["tau"]["4"]}
+        update_pair(temp, made=[*pair["made"], step], training=training)
+        write_card(temp, name="drafter")
+
+
+def _result(config: DistillConfig, evaluation: dict[str, Any]) -> dict[str, Any]:
+    return {"drafter": str(config.out / "drafter"), **evaluation}
+
+
+def _plain(result: dict[str, Any]) -> str:
+    if "plan" in result:
+        return "\n".join(f"{k}: {v:,}" if isinstance(v, int) else f"{k}: {v}" for k, v in result["plan"].items())
+    lines = [f"{result['verdict']}"]
+    for name, s in result["sets"].items():
+        b, a = s["before"], s["after"]
+        lines.append(
+            f"{name}: {s['prompts']} prompts; top-1 {b['top1']:.3f} -> {a['top1']:.3f}; alpha {a['alpha_low']:.3f} to "
+            f"{a['alpha_high']:.3f}; acceptance length at K=4 {b['tau']['4']} -> {a['tau']['4']}"
+        )
+    return "\n".join([*lines, f"wrote {result['drafter']}"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(guarded(main))

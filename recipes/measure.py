@@ -1,0 +1,243 @@
+"""Serves each arm in vLLM and measures acceptance, speed and losslessness on the same prompts, side by side.
+
+draftsmith measure --config measure.yaml
+draftsmith measure target=… drafters.drafter=runs/drafter workloads.mine.answers=runs/data/heldout out=runs/measure
+
+Arms: the target alone, each drafter, and vLLM's n-gram proposer. Prompts come from answers folders (`generate`), whose
+recorded distribution also gives the acceptance length that is to be expected, and explains outputs that differ.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+if __package__ in (None, ""):  # launched by path: sys.path[0] is recipes/, where `import distill` would find a script
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from accelerate import Accelerator
+from pydantic import Field
+from rich.console import Console
+
+from distill.answers import Answers, open_answers, require_target
+from distill.batches import check_rows
+from distill.evaluate import score_prompts
+from eval import server
+from eval.measure import Arm, Plan, Request, measure
+from eval.report import markdown_results
+from eval.results import write_results
+from pairing.acceptance import replay
+from pairing.alignment import check_pair, tokens_by_id
+from pairing.engine import Engine, bitsandbytes_advice, require_vllm
+from pairing.errors import InputError
+from pairing.files import read_json
+from pairing.pair import update_pair
+from pairing.source import ModelSource, load_model, load_tokenizer, resolve
+from recipes.config import Strict, guarded, parse
+from recipes.run_folder import open_run, provenance
+
+
+class WorkloadConfig(Strict):
+    answers: Path
+    """answers folder of `generate`: its prompts are sent"""
+    limit: int = Field(default=16, ge=2)
+    """prompts sent; groups keep their shares"""
+    max_tokens: int = Field(default=128, ge=1)
+    """longest answer; answers end where they end by themselves"""
+
+
+class MeasureConfig(Strict):
+    target: str
+    """hub id, folder or .gguf file"""
+    drafters: dict[str, str] = Field(default_factory=dict)
+    """arm name -> drafter folder"""
+    workloads: dict[str, WorkloadConfig]
+    """name -> prompts"""
+    out: Path
+    """run folder: results.jsonl, requests.jsonl, logs"""
+    num_speculative_tokens: int = Field(default=4, ge=1, le=32)
+    """K, of every arm that drafts"""
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    """how drafters draw: argmax, or from their distribution"""
+    ngram: bool = True
+    """measure vLLM's n-gram proposer too"""
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field(default=[0.0], min_length=1)
+    """of the target's sampling, in every arm"""
+    concurrencies: list[Annotated[int, Field(ge=1)]] = Field(default=[1], min_length=1)
+    """requests in flight"""
+    repeats: int = Field(default=2, ge=1)
+    """times that every prompt is sent to every arm"""
+    minutes: float | None = None
+    """begin no further repeat after this long; the first is always finished"""
+    seed: int = 0
+    """of sampling"""
+    warmup: int = Field(default=2, ge=0)
+    """requests to each server before anything is timed"""
+    resident: bool = True
+    """all servers up at once, arms interleaved by prompt; false: one server at a time, for memory that holds one"""
+    group_by: str | None = "seen"
+    """prompt tag whose values are reported apart"""
+    dtype: str = "auto"
+    """weights and activations; auto: float32 on the CPU back end, the model's own elsewhere"""
+    enforce_eager: bool = False
+    """skip compilation, in every arm"""
+    max_model_len: int = 1024
+    """context of the engine, in tokens"""
+    kv_cache_gib: int = 1
+    """CPU back end: KV cache of each server"""
+    start_timeout_s: float = 900
+    """how long a server may take to answer"""
+    record: bool = True
+    """write measurements and what to serve with into each drafter's pair.json"""
+
+
+def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, dict[str, Answers]]:
+    """Everything checked that can be before a server starts. Raises InputError."""
+    target = resolve(config.target)
+    arms = [Arm("target", "target")]
+    for name, folder in config.drafters.items():
+        if name in ("target", "ngram"):
+            raise InputError(f"drafters.{name}: that name is taken: choose another")
+        source = resolve(folder)
+        drafter, report = source.path, check_pair(target, source)
+        if not report["aligned"]:
+            worst = next(f for f in report["findings"] if f["level"] in ("blocks", "repairable"))
+            raise InputError(f"drafters.{name}: {drafter} does not fit the target: {worst['what']} ({worst['fix']})")
+        if read_json(drafter / "config.json").get("quantization_config", {}).get("quant_method") == "bitsandbytes":
+            advice = bitsandbytes_advice(engine.version, engine.bitsandbytes_plugin)
+            if advice:
+                raise InputError(f"drafters.{name}: {advice}")
+        arms.append(Arm(name, "draft_model", drafter, config.num_speculative_tokens, config.draft_sample_method))
+    if config.ngram:
+        arms.append(Arm("ngram", "ngram", None, config.num_speculative_tokens))
+    answers = {name: open_answers(w.answers) for name, w in config.workloads.items()}
+    workloads = {}
+    for name, workload in config.workloads.items():
+        require_target(answers[name], target)
+        workloads[name] = chosen(answers[name], workload, config.group_by)
+        longest = max(len(r.prompt_ids) for r in workloads[name]) + workload.max_tokens
+        if longest > config.max_model_len:
+            raise InputError(
+                f"workloads.{name}: prompt and answer take up to {longest} tokens, max_model_len is {config.max_model_len}: "
+                f"give max_model_len={longest} or a smaller workloads.{name}.max_tokens"
+            )
+    settings = server.Settings(
+        dtype="float32" if config.dtype == "auto" and engine.backend == "cpu" else config.dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=max(8, *config.concurrencies),
+        enforce_eager=config.enforce_eager,
+        kv_cache_gib=config.kv_cache_gib,
+        # servers that live side by side share the GPU
+        gpu_memory_utilization=0.9 / len(arms) if config.resident else 0.9,
+    )
+    plan = Plan(
+        target.path, arms, workloads, settings, config.repeats, config.minutes, tuple(config.concurrencies),
+        tuple(config.temperatures), config.seed, config.warmup, config.resident, start_timeout_s=config.start_timeout_s,
+    )  # fmt: skip
+    return plan, target, answers
+
+
+def chosen(answers: Answers, workload: WorkloadConfig, group_by: str | None) -> list[Request]:
+    """The first `limit` prompts by id, which is a digest and so a fair draw; each group keeps its share."""
+    groups: dict[str | None, list[Request]] = defaultdict(list)
+    for row in answers.data.select_columns(["id", "prompt_ids", "tags"]):
+        tags = json.loads(row["tags"])
+        group = f"{group_by}={json.dumps(tags[group_by])}" if group_by in tags else None
+        groups[group].append(Request(row["id"], row["prompt_ids"], workload.max_tokens, group, tags))
+    share = min(1.0, workload.limit / sum(map(len, groups.values())))
+    return [r for requests in groups.values() for r in requests[: max(1, round(share * len(requests)))]]
+
+
+def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[str, str, str | None], float]:
+    """(arm, workload, group) -> τ by replay: the drafter teacher-forced on the target's recorded answers."""
+    accelerator, out = Accelerator(), {}
+    for arm in plan.arms:
+        if arm.model is None:
+            continue
+        model = load_model(arm.model).to(accelerator.device)
+        for name, requests in plan.workloads.items():
+            rows = check_rows(
+                answers[name],
+                name,
+                rows=model.config.vocab_size,
+                real=real,
+                context=model.config.max_position_embeddings,
+            )
+            scores = score_prompts(accelerator, model, rows, batch_size=8, chunk=256)
+            accepted = {s.id: s.accepted for s in scores}
+            for group in {None, *(r.group for r in requests)}:
+                w = [accepted[r.id] for r in requests if group in (None, r.group) and r.id in accepted]
+                out[arm.name, name, group] = replay(w, arm.num_speculative_tokens).acceptance_length
+    return out
+
+
+def recorded(
+    answers: dict[str, Answers],
+) -> tuple[dict[tuple[str, str, int], dict[int, float]], dict[tuple[str, str], list[int]]]:
+    """What the target's own distribution was along its recorded answers, and those answers."""
+    log_probs: dict[tuple[str, str, int], dict[int, float]] = {}
+    references: dict[tuple[str, str], list[int]] = {}
+    for name, held in answers.items():
+        k = held.meta["top_logprobs"]
+        for row in held.data:
+            references[name, row["id"]] = row["answer_ids"]
+            for at in range(len(row["answer_ids"])):
+                span = slice(at * k, (at + 1) * k)
+                log_probs[name, row["id"], at] = dict(
+                    zip(row["head_ids"][span], row["head_logprobs"][span], strict=True)
+                )
+    return log_probs, references
+
+
+def record(plan: Plan, rows: list[dict[str, Any]]) -> None:
+    """Into each measured drafter's pair.json: what was measured, and what to serve it with."""
+    for arm in plan.arms:
+        mine = [r for r in rows if r["arm"] == arm.name and r["group"] is None]
+        if arm.model is None or not (arm.model / "pair.json").is_file():
+            continue
+        keep = ("workload", "temperature", "concurrency", "num_speculative_tokens", "draft_acceptance_rate",
+                "acceptance_length", "speedup", "speedup_interval", "exact_match", "void", "versions")  # fmt: skip
+        update_pair(
+            arm.model,
+            measurements=[{k: r[k] for k in keep} for r in mine],
+            serve={
+                "num_speculative_tokens": arm.num_speculative_tokens,
+                "draft_sample_method": arm.draft_sample_method,
+                "num_speculative_tokens_per_batch_size": None,
+                "command": server.serve_line(server.serve_words(plan.target, arm.speculation(), plan.settings, 8000)),
+            },
+        )
+
+
+def main(argv: list[str]) -> int:
+    config, args = parse(MeasureConfig, argv, about=__doc__ or "")
+    engine = require_vllm("measure")
+    plan, target, answers = plan_of(config, engine)
+    notes = Console(stderr=True, highlight=False, soft_wrap=True)
+    if target.note:
+        notes.print(target.note, markup=False)
+    if args.dry_run:
+        cells = len(plan.arms) * plan.repeats * len(plan.temperatures) * len(plan.concurrencies)
+        requests = [r for workload in plan.workloads.values() for r in workload]
+        print(f"arms: {', '.join(a.name for a in plan.arms)}")
+        print(f"requests: {len(requests) * cells}, at most {sum(r.max_tokens for r in requests) * cells} tokens")
+        for arm in plan.arms:
+            print(server.serve_line(server.serve_words(plan.target, arm.speculation(), plan.settings, 8000)))
+        return 0
+    open_run(config.out, config)
+    measure(plan, config.out)
+    real = max(tokens_by_id(load_tokenizer(target.path))) + 1  # the padding rows from here on are never drafted
+    log_probs, references = recorded(answers)
+    where = provenance()
+    rows = write_results(plan, config.out, where["versions"], expected(plan, answers, real), log_probs, references)
+    if config.record:
+        record(plan, rows)
+    print(json.dumps(rows, indent=2) if args.json else markdown_results(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(guarded(main))

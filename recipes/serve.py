@@ -1,0 +1,80 @@
+"""Serves a target with its drafter in vLLM on loopback; --dry-run prints the line that does.
+
+draftsmith serve runs/demo/distill/drafter
+draftsmith serve DRAFTER target=… num_speculative_tokens=4 port=8000
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Literal
+
+if __package__ in (None, ""):  # launched by path: sys.path[0] is recipes/, where `import distill` would find a script
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from eval import server
+from eval.measure import Arm
+from pairing.engine import require_vllm
+from pairing.errors import PartFailedError
+from pairing.pair import read_pair
+from pairing.source import resolve
+from recipes.config import Strict, guarded, parse
+
+
+class ServeConfig(Strict):
+    drafter: str
+    """folder of the drafter"""
+    target: str | None = None
+    """the target; by default the one that the drafter's pair.json names"""
+    num_speculative_tokens: int | None = None
+    """K; by default what the drafter's pair.json says, else 4"""
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    """how the drafter draws: argmax, or from its distribution"""
+    port: int | None = None
+    """on 127.0.0.1; by default a free one"""
+    dtype: str = "auto"
+    """weights and activations; auto: float32 on the CPU back end, the model's own elsewhere"""
+    max_model_len: int = 2048
+    """context of both models, in tokens"""
+    max_num_seqs: int = 8
+    """requests decoded at a time"""
+    enforce_eager: bool = False
+    """skip compilation: starts in seconds, serves slower"""
+    prefix_caching: bool = True
+    """reuse the cache of shared prompt beginnings"""
+
+
+def main(argv: list[str]) -> int:
+    config, args = parse(ServeConfig, argv, positional=("drafter",), about=__doc__ or "")
+    engine = require_vllm("serve")
+    drafter = resolve(config.drafter).path
+    pair = read_pair(drafter)
+    target = resolve(config.target or pair["target"]["name"]).path
+    k = config.num_speculative_tokens or (pair["serve"] or {}).get("num_speculative_tokens") or 4
+    arm = Arm("drafter", "draft_model", drafter, k, config.draft_sample_method)
+    settings = server.Settings(
+        dtype="float32" if config.dtype == "auto" and engine.backend == "cpu" else config.dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        enforce_eager=config.enforce_eager,
+        prefix_caching=config.prefix_caching,
+    )
+    port = config.port or server.free_port()
+    line = server.serve_line(server.serve_words(target, arm.speculation(), settings, port))
+    if args.json:
+        print(json.dumps({"command": line, "url": f"http://127.0.0.1:{port}"}))
+    else:
+        print(line)
+    if args.dry_run:
+        return 0
+    log = Path(f"draftsmith-serve-{port}.log")
+    with server.serving([server.start("drafter", target, arm.speculation(), settings, log, port)]) as (one,):
+        print(f"ready on {one.url} (log: {log}); Ctrl-C stops it", file=sys.stderr)
+        code = one.process.wait()
+    raise PartFailedError(f"vLLM ended with code {code} (log: {log})")
+
+
+if __name__ == "__main__":
+    raise SystemExit(guarded(main))

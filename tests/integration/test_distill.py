@@ -1,0 +1,492 @@
+"""The training loop and its recipe on tiny models: gradients (D11), exact resume (D14), launchers, verdicts (D15)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+import distill.train
+from distill.answers import open_answers
+from distill.batches import Ints, Rows, check_rows
+from distill.checkpoint import load_checkpoint, save_checkpoint
+from distill.student import freeze
+from distill.train import STATS, Position, Settings, fit, learning_rate, optimizer_of, window_gradients
+from pairing.errors import InputError, PartFailedError
+from pairing.files import read_json, read_jsonl
+from pairing.init import init_drafter
+from pairing.pair import read_pair
+from pairing.source import load_model, resolve
+from recipes.distill import main
+from tests import tiny
+from tests.conftest import ROOT
+from tests.stored_answers import answered, made_up, store
+
+RECIPE = ROOT / "recipes" / "distill.py"
+WINDOWS = [[0, 1, 2, 3], [2], [1, 3]]  # a whole window, and two short ones as an epoch may end with
+BASE: dict[str, Any] = {
+    "seed": 0, "batch_size": 4, "accumulation": 1, "lr": 3e-3, "warmup": 0.1, "weight_decay": 0.0, "beta2": 0.98,
+    "clip": 1.0,
+    "trainable": "layers", "losses": {"forward_kl": 1.0, "cross_entropy": 0.1}, "chunk": 32, "epochs": None,
+    "max_steps": None, "minutes": None, "eval_every": 1000, "eval_prompts": 8, "checkpoint_every": 1000, "keep": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """target/, draft/ (its layers 0 and 3), train/ and held/ (its own answers), four/ (3, 50, 7, 120 answer tokens)."""
+    place = tmp_path_factory.mktemp("place")
+    target = tiny.folder(place / "target", layers=4)
+    init_drafter(resolve(str(target)), place / "draft", [0, 3])
+    store(place / "train", answered(target, 64, seed=1), target)
+    store(place / "held", answered(target, 24, seed=2), target)
+    store(place / "four", made_up([3, 50, 7, 120]), target)
+    return place
+
+
+@pytest.fixture(scope="module")
+def accelerator() -> Accelerator:
+    return Accelerator(cpu=True)
+
+
+def rows_of(folder: Path) -> Rows:
+    limits = {"rows": tiny.ROWS, "real": tiny.REAL_TOKENS, "context": 512}
+    return check_rows(open_answers(folder), "data", **limits)
+
+
+def gradients(
+    accelerator: Accelerator, answers: Path, draft: Path, window: Ints, batch_size: int, trainable: str = "all"
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The window's gradient by name, and the logged means."""
+    settings = Settings(**{**BASE, "batch_size": batch_size, "trainable": trainable, "max_steps": 1})
+    model = load_model(draft)
+    params = freeze(model, settings.trainable)
+    run = distill.train.Run(accelerator, model, rows_of(answers), settings, params, optimizer_of(settings, params))
+    stats = window_gradients(run, window)
+    grads = {name: p.grad.clone() for name, p in params if p.grad is not None}
+    assert len(grads) == len(params)
+    return grads, torch.tensor([stats[name] for name in STATS])
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def test_one_step_of_four_rows_equals_four_of_one_and_two_processes(place: Path, accelerator: Accelerator) -> None:
+    """D11: 3, 50, 7 and 120 supervised tokens as 4x1, as 1x4 and over two gloo processes, short last windows too."""
+    words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--rdzv_backend", "c10d"]
+    words += ["--rdzv_endpoint", "localhost:0", "-m", "tests.integration.two_ranks"]
+    words += [str(place / "four"), str(place / "draft"), str(place)]
+    subprocess.run([sys.executable, *words], check=True, cwd=ROOT, env=environment(), timeout=120)
+    ranks = [load_file(place / f"rank{r}.safetensors") for r in range(2)]
+    for i, window in enumerate(WINDOWS):
+        together, stats = gradients(accelerator, place / "four", place / "draft", np.array(window), batch_size=4)
+        apart, stats_apart = gradients(accelerator, place / "four", place / "draft", np.array(window), batch_size=1)
+        scale = max(float(g.abs().max()) for g in together.values())
+        for name, g in together.items():
+            for other in (apart[name], ranks[0][f"{i} {name}"], ranks[1][f"{i} {name}"]):
+                torch.testing.assert_close(other, g, rtol=1e-4, atol=1e-6 * scale)
+        for other in (stats_apart, ranks[0][f"{i} stats"], ranks[1][f"{i} stats"]):
+            torch.testing.assert_close(other, stats, rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_embedding_and_head_stay_bit_equal_and_layers_learn(
+    place: Path, accelerator: Accelerator, tmp_path: Path
+) -> None:
+    model, before = load_model(place / "draft"), load_model(place / "draft").state_dict()
+    fit(accelerator, model, rows_of(place / "train"), {}, Settings(**{**BASE, "max_steps": 3}), tmp_path)
+    for name, tensor in model.state_dict().items():
+        frozen = "embed_tokens" in name or "lm_head" in name
+        assert torch.equal(tensor, before[name]) == frozen, name
+
+
+# ---------------------------------------------------------------- schedule, budget, checkpoints
+
+
+def test_the_rate_rises_then_falls_to_zero() -> None:
+    settings = Settings(**{**BASE, "max_steps": 1, "lr": 1.0, "warmup": 0.1})
+    rates = [learning_rate(settings, p) for p in (0, 0.05, 0.1, 0.55, 1)]
+    assert rates == pytest.approx([0, 0.5, 1, 0.5, 0])
+    assert learning_rate(Settings(**{**BASE, "lr": 1.0, "warmup": 0.0}), 0) == 1
+
+
+class Clock:
+    """A monotonic clock that a test moves: every look takes 0.05 s."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 0.05
+        return self.now
+
+
+def test_a_budget_in_minutes_is_resumable_and_its_decay_ends(
+    place: Path, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(**{**BASE, "minutes": 0.1, "checkpoint_every": 5})
+    rows = rows_of(place / "train")
+    clock = Clock()
+    monkeypatch.setattr(distill.train, "time", clock)
+    step = distill.train._step
+
+    def dies(run: Any, window: Ints, at: int, lr: float) -> dict[str, Any]:
+        if at == 12:
+            raise KeyboardInterrupt
+        return step(run, window, at, lr)
+
+    monkeypatch.setattr(distill.train, "_step", dies)
+    with pytest.raises(KeyboardInterrupt):
+        fit(accelerator, load_model(place / "draft"), rows, {}, settings, tmp_path)
+    clock.now += 1e5  # time in between does not count
+    monkeypatch.setattr(distill.train, "_step", step)
+    summary = fit(accelerator, load_model(place / "draft"), rows, {}, settings, tmp_path)
+    log = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in log] == list(range(1, summary["steps"] + 1))
+    assert 5.9 < log[-1]["seconds"] < 6.3
+    seconds = [row["seconds"] for row in log]
+    assert max(np.diff(seconds)) < 0.3
+    rates = [row["lr"] for row in log]
+    assert max(rates) > 0.9 * settings.lr
+    assert rates[-1] < 0.05 * settings.lr
+    assert int(np.argmax(rates)) < len(rates) / 5
+
+
+def test_only_the_newest_checkpoints_are_kept_and_broken_weights_never_saved(place: Path, tmp_path: Path) -> None:
+    model = load_model(place / "draft")
+    params = freeze(model, "layers")
+    optimizer = optimizer_of(Settings(**{**BASE, "max_steps": 1}), params)
+    for step in range(1, 5):
+        for _, p in params:
+            p.grad = torch.full_like(p, float(step))
+        optimizer.step()
+        save_checkpoint(tmp_path, vars(Position(step=step)), params, optimizer, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000004"]
+    assert {f.suffix for f in (tmp_path / "step-000004").iterdir()} == {".safetensors", ".json"}
+    other = load_model(place / "draft")
+    others = freeze(other, "layers")
+    again = optimizer_of(Settings(**{**BASE, "max_steps": 1}), others)
+    assert load_checkpoint(tmp_path, others, again) == vars(Position(step=4))
+    for (name, p), (_, q) in zip(params, others, strict=True):
+        assert torch.equal(p, q), name
+        assert all(torch.equal(value, again.state[q][key]) for key, value in optimizer.state[p].items())
+    with torch.no_grad():
+        params[3][1][0] = torch.inf
+    with pytest.raises(PartFailedError, match="last good checkpoint"):
+        save_checkpoint(tmp_path, vars(Position(step=5)), params, optimizer, keep=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_reason_and_keeps_the_checkpoint(
+    place: Path, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(**{**BASE, "max_steps": 9, "checkpoint_every": 2, "keep": 1})
+    original, calls = distill.train.head_loss, iter(range(1, 100))
+
+    def breaks(hidden: torch.Tensor, *rest: Any) -> Any:
+        return original(hidden * (float("nan") if next(calls) == 6 else 1), *rest)
+
+    monkeypatch.setattr(distill.train, "head_loss", breaks)
+    rows = rows_of(place / "train")
+    with pytest.raises(PartFailedError, match=r"step 6: the loss is nan.*lower lr"):
+        fit(accelerator, load_model(place / "draft"), rows, {}, settings, tmp_path)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
+    weights = load_file(tmp_path / "checkpoints" / "step-000004" / "weights.safetensors")
+    assert all(bool(torch.isfinite(t).all()) for t in weights.values())
+    assert fit(accelerator, load_model(place / "draft"), rows, {}, settings, tmp_path)["steps"] == 9
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, 10))
+
+
+# ---------------------------------------------------------------- the recipe in processes
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def keys(place: Path, out: Path, **more: Any) -> list[str]:
+    values = {"draft": place / "draft", "data": place / "train", "heldout.own": place / "held", "out": out, "epochs": 5,
+              "batch_size": 4, "lr": 3e-3, "chunk": 64, "eval_every": 8, "eval_prompts": 8, "checkpoint_every": 6,
+              "threads": 1, "trainable": "all"}  # fmt: skip
+    return [f"{k}={v}" for k, v in (values | more).items()]
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint",
+            "localhost:0"]  # fmt: skip
+LAUNCHERS = {
+    "accelerate": ["-m", "accelerate.commands.launch", "--config_file",
+                   str(ROOT / "recipes" / "configs" / "accelerate" / "one_process.yaml"), str(RECIPE)],
+    "path": [str(RECIPE)],
+    "module": ["-m", "recipes.distill"],
+    "torchrun": [*TORCHRUN, str(RECIPE)],
+}  # fmt: skip
+
+
+def launch(how: str, words: list[str], cwd: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, *LAUNCHERS[how], *words],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr[-9000:]
+
+
+def descendants(pid: int) -> list[int]:
+    """`pid` and all its children's children, by /proc."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found = [pid]
+    for p in found:
+        found += parents.get(p, [])
+    return found
+
+
+def kill_in_the_middle(how: str, words: list[str], cwd: Path, out: Path, step: int) -> None:
+    """Starts the recipe and kills -9 all its processes once `step` is logged."""
+    with open(cwd / f"{how}.log", "w") as log:
+        process = subprocess.Popen([sys.executable, *LAUNCHERS[how], *words], cwd=cwd, env=environment(), stderr=log)
+    end = time.monotonic() + 120
+    while not any(row["step"] >= step for row in read_jsonl(out / "metrics.jsonl")):
+        assert process.poll() is None, (cwd / f"{how}.log").read_text()[-3000:]
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    for pid in descendants(process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    assert not (out / "drafter").exists(), "it was over before it was killed: the test shows nothing"
+
+
+def log_of(out: Path) -> list[dict[str, Any]]:
+    """All that must repeat exactly: the log without its clock."""
+    rows = read_jsonl(out / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_s")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Callable[[str], Path]:
+    """Runs that were not stopped, one per launcher, each from another working directory."""
+    made: dict[str, Path] = {}
+
+    def get(how: str) -> Path:
+        if how not in made:
+            made[how] = place / f"whole-{how}"
+            size = {"batch_size": 2} if how == "torchrun" else {}
+            launch(how, keys(place, made[how], **size), place)
+        return made[how]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "more"), [("module", "path", {}), ("torchrun", "torchrun", {"batch_size": 2})]
+)
+def test_killed_in_mid_epoch_and_started_again_it_is_the_run_that_was_not_stopped(
+    place: Path, whole: Callable[[str], Path], tmp_path: Path, first: str, then: str, more: dict[str, Any]
+) -> None:
+    """D14 on one process and on two; also launched by accelerate, by path, by -m and by torchrun, from another folder.
+
+    64 rows in windows of 4: step 22 is in the middle of epoch 2, four steps after a checkpoint. Rows logged after it
+    are done again. Losses, rates, norms and evaluations are equal to the last bit, and so are the weights.
+    """
+    out = tmp_path / "run"
+    words = keys(place, out, **more)
+    kill_in_the_middle(first, words, tmp_path, out, step=22)
+    launch(then, words, tmp_path)
+    reference = whole("accelerate" if then == "path" else "torchrun")
+    assert log_of(out) == log_of(reference)
+    assert len([r for r in log_of(out) if r["kind"] == "train"]) == 80
+    ours, theirs = (load_file(o / "drafter" / "model.safetensors") for o in (out, reference))
+    assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
+    assert read_json(out / "evaluation.json")["sets"] == read_json(reference / "evaluation.json")["sets"]
+
+
+def test_two_processes_train_as_one_does(whole: Callable[[str], Path]) -> None:
+    """D11 seen from outside: the same windows, so the same first loss and norm, and losses that stay together."""
+    one, two = ([r for r in log_of(whole(how)) if r["kind"] == "train"] for how in ("accelerate", "torchrun"))
+    assert [r["tokens"] for r in one] == [r["tokens"] for r in two]
+    for key in ("loss", "kl", "ce", "grad_norm"):
+        np.testing.assert_allclose([r[key] for r in one[:10]], [r[key] for r in two[:10]], rtol=1e-3)
+        np.testing.assert_allclose(one[-1][key], two[-1][key], rtol=0.05)
+
+
+def test_the_artifact_is_a_better_drafter_that_loads(place: Path, whole: Callable[[str], Path]) -> None:
+    out = whole("accelerate")
+    evaluation = read_json(out / "evaluation.json")
+    own = evaluation["sets"]["own"]
+    assert own["prompts"] == 24
+    assert own["after"]["top1"] > own["before"]["top1"] + 0.2
+    assert own["after"]["tau"]["4"] > own["before"]["tau"]["4"]
+    assert own["after"]["alpha_low"] <= own["after"]["alpha_high"]
+    assert "top-1 agreement on own rose" in evaluation["verdict"]
+    assert set(own["groups"]["seen"]) == {"true", "false"}
+    lines = read_jsonl(out / "evaluation_prompts.jsonl")
+    answers = {row["id"]: row for row in open_answers(place / "held").data}
+    model = load_model(out / "drafter")
+    for line in lines:  # w, recomputed the plain way
+        row = answers[line["id"]]
+        ids = torch.tensor([row["prompt_ids"] + row["answer_ids"]])
+        with torch.inference_mode():
+            guess = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1, : tiny.REAL_TOKENS].argmax(-1)
+        assert line["w_after"] == (guess == torch.tensor(row["answer_ids"])).int().tolist()
+    log = read_jsonl(out / "metrics.jsonl")
+    assert [r["step"] for r in log if r["kind"] == "eval"] == list(range(0, 81, 8))
+    assert set(log[1]) >= {
+        "kind",
+        "step",
+        "epoch",
+        "tokens",
+        "loss",
+        "kl",
+        "ce",
+        "lr",
+        "grad_norm",
+        "tokens_per_s",
+        "seconds",
+    }
+
+
+def test_the_artifact_carries_what_the_draft_had(place: Path, whole: Callable[[str], Path]) -> None:
+    drafter = whole("accelerate") / "drafter"
+    pair = read_pair(drafter)
+    assert [step["step"] for step in pair["made"]] == ["init", "distill"]
+    assert pair["training"]["steps"] == 80
+    assert pair["target"] == read_pair(place / "draft")["target"]
+    for file in (place / "draft").iterdir():
+        copied = file.name not in ("model.safetensors", "pair.json", "README.md")
+        assert not copied or (drafter / file.name).read_bytes() == file.read_bytes()
+    shapes = [
+        {n: (t.shape, t.dtype) for n, t in load_file(d / "model.safetensors").items()}
+        for d in (drafter, place / "draft")
+    ]
+    assert shapes[0] == shapes[1]
+
+
+# ---------------------------------------------------------------- the recipe in this process
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """The recipe sets the threads of its process; this one is shared by all tests."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("alone")
+def test_learning_rate_zero_changes_nothing_and_says_so(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """D15."""
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"lr": 0, "max_steps": 2, "batch_size": 4, "threads": 1}))
+    out = tmp_path / "out"
+    words = [f"draft={place / 'draft'}", f"data={place / 'train'}", f"out={out}", f"heldout.own={place / 'held'}"]
+    words += [f"target={place / 'target'}"]
+    assert main(["--config", str(config), *words, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["verdict"].startswith("no measurable change")
+    assert result["sets"]["own"]["change"]["top1"] == [0, 0, 0]
+    assert result["verdict"] in (out / "drafter" / "README.md").read_text()
+    before = (out / "drafter" / "model.safetensors").stat().st_mtime_ns
+    assert main(["--config", str(config), *words]) == 0  # finished already: says so, touches nothing
+    assert "no measurable change" in capsys.readouterr().out
+    assert (out / "drafter" / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.usefixtures("alone")
+def test_wandb_offline_gets_the_metrics(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    out = tmp_path / "out"
+    assert main(keys(place, out, tracker="wandb", max_steps=2, epochs="null", eval_every=1)) == 0
+    (run,) = (out / "wandb").glob("offline-run-*")
+    (record,) = run.glob("*.wandb")
+    content = record.read_bytes()
+    for key in (b"train/loss", b"eval/own/top1", b"eval/own/tau_4"):
+        assert key in content
+
+
+@pytest.mark.usefixtures("alone")
+def test_dry_run_prints_sizes_and_writes_nothing(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*keys(place, tmp_path / "out", trainable="layers"), "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert (plan["prompts"], plan["steps_per_epoch"], plan["steps"]) == (64, 16, 80)
+    params = sum(p.numel() for _, p in freeze(load_model(place / "draft"), "layers"))
+    assert plan["trainable_parameters"] == params
+    assert plan["checkpoint_bytes"] == 12 * params
+    assert plan["supervised_tokens"] == int(rows_of(place / "train").answer_P.sum())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_bad_input_is_refused_in_one_line_before_anything_is_written(place: Path, tmp_path: Path) -> None:
+    swapped = tiny.folder(tmp_path / "swapped", swap=(50, 60), layers=2)
+    init_drafter(resolve(str(swapped)), tmp_path / "foreign", [0, 1])
+    wide = tiny.folder(tmp_path / "wide", layers=2, rows=288)
+    init_drafter(resolve(str(wide)), tmp_path / "wider", [0, 1])
+    short = tiny.folder(tmp_path / "short", layers=2, positions=16)
+    init_drafter(resolve(str(short)), tmp_path / "shorter", [0, 1])
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.txt").write_text("mine")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"draft": tmp_path / "nowhere"}, "no such model"),
+        ({"draft": swapped}, "draftsmith init"),
+        ({"draft": tmp_path / "foreign"}, "tokenizers differ"),
+        ({"draft": tmp_path / "wider"}, "vocabulary rows"),
+        ({"draft": tmp_path / "shorter"}, "context of 16"),
+        ({"data": tmp_path / "nowhere"}, "draftsmith generate"),
+        ({"target": swapped}, "another target"),
+        ({"heldout.own": place / "train"}, "are trained on too"),
+        ({"out": tmp_path / "taken"}, "name another output folder"),
+        ({"epochs": "null"}, "give an end"),
+        ({"batchsize": 3}, "batch_size"),
+        ({"losses.forward_k": 1}, "losses.forward_kl"),
+        ({"lr": "fast"}, "lr"),
+        ({"losses.forward_kl": 0, "losses.cross_entropy": 0}, "nothing would be learnt"),
+    ]
+    for more, expected in cases:
+        with pytest.raises(InputError) as e:
+            main(keys(place, more.get("out", tmp_path / "out"), **{k: v for k, v in more.items() if k != "out"}))
+        assert expected in str(e.value), more
+        assert "\n" not in str(e.value)
+        assert not (tmp_path / "out").exists(), more
+    assert os.listdir(tmp_path / "taken") == ["thesis.txt"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_another_config_or_another_number_of_rows_per_step_is_refused(
+    place: Path, tmp_path: Path, accelerator: Accelerator
+) -> None:
+    out = tmp_path / "out"
+    rows, settings = rows_of(place / "train"), Settings(**{**BASE, "max_steps": 2})
+    fit(accelerator, load_model(place / "draft"), rows, {}, settings, out)
+    more = Settings(**{**BASE, "max_steps": 2, "batch_size": 8})
+    with pytest.raises(InputError, match="4 rows per step, this start 8"):
+        fit(accelerator, load_model(place / "draft"), rows, {}, more, out)
+    words = {"max_steps": 1, "epochs": "null", "heldout": "{}"}
+    plain = [w for w in keys(place, tmp_path / "run", **words) if not w.startswith("heldout.own")]
+    assert main(plain) == 0
+    assert read_json(tmp_path / "run" / "evaluation.json")["verdict"].startswith("not evaluated")
+    with pytest.raises(InputError, match="differs in seed"):
+        main([*plain, "seed=1"])

