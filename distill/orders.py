@@ -14,12 +14,20 @@ from typing import Any
 from distill.prompts import Prompt, prompt
 from pairing.errors import InputError
 
-SYSTEM = (
-    "Turn the order into JSON.\n"
-    "Order: Hello, Tom from Zurich here. Two dozen red pens by Sunday please.\n"
-    'JSON: {"name": "Tom", "city": "Zurich", "item": "red pens", "quantity": 24, "day": "Sunday"}'
-)
+SYSTEM = "Turn the order into JSON."
 USER = "Order: {text}\nJSON:"
+# Shown as turns of the chat. In the system message instead, a 135M target answers in one line for half of the orders
+# only; with one example it copies that one's name and city too often (docs/notebook.md, issue 2).
+EXAMPLES = (
+    (
+        "Hello, Tom from Zurich here. Two dozen red pens by Sunday please.",
+        '{"name": "Tom", "city": "Zurich", "item": "red pens", "quantity": 24, "day": "Sunday"}',
+    ),
+    (
+        "Can you ship 7 brass bells to Eva in Turin so that they arrive on Monday?",
+        '{"name": "Eva", "city": "Turin", "item": "brass bells", "quantity": 7, "day": "Monday"}',
+    ),
+)
 TEST_SHARE = 5  # one order in five is kept for the test split
 
 
@@ -27,7 +35,7 @@ def _pool(text: str) -> list[str]:
     return [word.strip() for word in text.split(",")]
 
 
-# Tom, Zurich and red pens are the example in SYSTEM, so they are in no pool. UNSEEN shares no word with SEEN.
+# What EXAMPLES name is in no pool, and UNSEEN shares no word with SEEN.
 SEEN = {
     "name": _pool(
         "Anna, Ben, Carla, David, Elena, Frank, Grace, Henry, Iris, Jack, Karen, Liam, Maria, Noah, Olga, Paul, Rosa, "
@@ -122,10 +130,18 @@ def orders(split: str, count: int, seed: int) -> list[Order]:
 
 
 def make_orders(split: str, count: int, seed: int, system: str | None = None) -> list[Prompt]:
-    """`orders` as chats: an instruction with one example (or `system` in its place), then the order. tags: {"seen"}."""
-    first = {"role": "system", "content": SYSTEM if system is None else system}
+    """`orders` as chats: instruction, two answered examples, the order. tags: {"seen": …}.
+
+    A `system` message of the user's own replaces instruction and examples.
+    """
+    if system is None:
+        first = [{"role": "system", "content": SYSTEM}]
+        for text, answer in EXAMPLES:
+            first += [{"role": "user", "content": USER.format(text=text)}, {"role": "assistant", "content": answer}]
+    else:
+        first = [{"role": "system", "content": system}]
     return [
-        prompt([first, {"role": "user", "content": USER.format(text=order.text)}], {"seen": order.seen})
+        prompt([*first, {"role": "user", "content": USER.format(text=order.text)}], {"seen": order.seen})
         for order in orders(split, count, seed)
     ]
 

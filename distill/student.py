@@ -1,10 +1,11 @@
 """The drafter in training: what is trainable, and its hidden states at supervised positions only.
 
-Shapes: B rows, L columns, N supervised positions, H hidden.
+Shapes: B rows, L columns, N supervised positions, H hidden, V vocabulary rows.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -44,14 +45,20 @@ def supervised_hidden(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def require_plain_head(model: Any, batch: Batch) -> None:
-    """Raises InputError where hidden states times the head's matrix are not the model's own logits on `batch`.
+    """Raises InputError where hidden states times the head's matrix are not the model's own logits on `batch`'s beginning.
 
     That is so for models that cap, scale or shift their logits, and would train them on a wrong distribution.
     """
+    rows = torch.arange(len(batch.input_BL), device=batch.input_BL.device)
+    ids_BL = batch.input_BL[:, :64]  # the model's own logits are a whole [B, L, V]
+    last = ids_BL.shape[1] - 1
+    start = replace(
+        batch, input_BL=ids_BL, shared=min(batch.shared, last), row_N=rows, column_N=torch.full_like(rows, last)
+    )
     with torch.no_grad():
-        ours_NR = supervised_hidden(model, batch) @ model.get_output_embeddings().weight.T
-        model_NR = model(input_ids=batch.input_BL).logits[batch.row_N, batch.column_N]
-    if not torch.allclose(ours_NR.float(), model_NR.float(), rtol=1e-3, atol=1e-3 * float(model_NR.abs().max())):
+        ours_BV = supervised_hidden(model, start) @ model.get_output_embeddings().weight.T
+        model_BV = model(input_ids=ids_BL).logits[:, last]
+    if not torch.allclose(ours_BV.float(), model_BV.float(), rtol=1e-3, atol=1e-3 * float(model_BV.abs().max())):
         raise InputError(
             f"the draft ({model.config.model_type}) changes its logits after the head (a cap, a scale or a bias), "
             "which the chunked head does not do: choose a draft of another architecture"

@@ -67,6 +67,7 @@ def build(run_dir: Path) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"times": times, "percent": percent, "figure": figure, "ms": ms, "mebibytes": mebibytes}
+    environment.filters["unbroken"] = lambda text: text.replace(" %", "\u00a0%")
     environment.filters["without"] = lambda v, *keys: {k: x for k, x in v.items() if k not in keys}
     environment.tests["explained"] = explained
     environment.tests["mapping_list"] = lambda v: (

@@ -10,6 +10,7 @@ from typing import Any
 from eval import statistics
 from eval.counters import Counts
 from eval.measure import Arm, Plan
+from eval.verdict import TIE
 from pairing.files import read_jsonl, write_jsonl
 
 MAX_CACHE_HIT_RATE = 0.01  # above it a cell measured the cache (fault D20)
@@ -149,5 +150,5 @@ def _explain(
     a, b = known.get(mismatch["target_token"]), known.get(mismatch["arm_token"])
     if a is None or b is None:
         return "one of the two tokens is not among the target's most likely ones here: no tie"
-    kind = "a tie in rounding" if abs(a - b) < 0.01 else "no tie"
+    kind = TIE if abs(a - b) < 0.01 else "no tie"
     return f"log-probs under the target {a:.4f} and {b:.4f}: {kind}"

@@ -125,8 +125,8 @@ def _arm_answer(row: Row, target: Row | None) -> tuple[str, str | None]:
     if unexplained:
         first = unexplained[0]
         return "differs from the target", (
-            f"{len(unexplained)} outputs differ from the target's and not by {TIE}, "
-            f"first {first['id']} at token {first['position']}"
+            f"{len(unexplained)} output{'s differ' if len(unexplained) > 1 else ' differs'} from the target's and not by "
+            f"{TIE}, first {first['id']} at token {first['position']}"
         )
     low, high = row["speedup_interval"]
     if low > 1.0:
@@ -173,14 +173,12 @@ def _headline(cells: Sequence[dict[str, Any]]) -> tuple[str, str, dict[str, Any]
             best,
         )
     best = ranked[0]
-    lossy = best["answer"] == "differs from the target"
-    gain = {"no measurable difference": "no measurable gain", "differs from the target": "but"}.get(
-        best["answer"], best["answer"]
-    )
-    reason = f"{'' if lossy else ':'} {best['reason']}" if best["reason"] else ""
+    low, high = best["interval"]
+    gain = "slower" if high < 1 else "no measurable gain" if low <= 1 else "faster"
+    why = f": {best['reason']}" if best["reason"] else ""
     parts = [
-        f"Do not deploy: {'outputs change' if lossy else 'no gain'}; the fastest arm, {_named(best)}, serves "
-        f"{_where(cell)} at {_times(best)}, {gain}{reason}"
+        f"Do not deploy: {'outputs change' if gain == 'faster' else 'no gain'}; the fastest arm, {_named(best)}, serves "
+        f"{_where(cell)} at {_times(best)}, {gain}{why}"
     ]
     if drafter and drafter is not best:
         why = f": {drafter['reason']}" if drafter["reason"] else ""

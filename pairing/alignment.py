@@ -149,10 +149,8 @@ def _verdict(findings: list[Finding], aligned: bool) -> str:
 
 def tokens_by_id(tokenizer: Any) -> dict[int, str]:
     """Every id in use and its string, added tokens included. Never bounded by len() or vocab_size: ids may have holes
-    and an added id may lie above both (fault D4). Where two strings claim one id, the added one holds."""
-    tokens = {int(i): str(token) for token, i in tokenizer.get_vocab().items()}
-    tokens.update({int(i): str(token) for i, token in tokenizer.added_tokens_decoder.items()})
-    return tokens
+    and an added id may lie above both (fault D4)."""
+    return {int(i): str(token) for token, i in tokenizer.get_vocab().items()}
 
 
 def compare_tokens(target: dict[int, str], drafter: dict[int, str]) -> list[Finding]:

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from pairing.errors import InputError
 
-# bitsandbytes left vLLM's own tree in this release (docs/notebook.md, issue 2); from here on its plugin is needed.
+# bitsandbytes left vLLM's own tree in this release; from here on its plugin is needed (fault D18).
 BITSANDBYTES_LEFT = (0, 28)
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 

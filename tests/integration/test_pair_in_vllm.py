@@ -31,9 +31,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pair")
     target = tiny.folder(folder / "target", layers=4)
     init_drafter(resolve(str(target)), folder / "whole", [0, 1, 2, 3])
-    init_drafter(resolve(str(target)), folder / "cut", [0, 3])
     quantize_drafter(folder / "whole", folder / "nf4")
-    return {name: folder / name for name in ("target", "whole", "cut", "nf4")}
+    return {name: folder / name for name in ("target", "whole", "nf4")}
 
 
 @contextmanager

@@ -133,6 +133,15 @@ def test_an_id_above_the_rows_blocks(tmp_path: Path) -> None:
     ]
 
 
+def test_a_drafter_without_rows_for_the_targets_ids(tmp_path: Path) -> None:
+    """D4: its own tokenizer ends early, and it is fed the target's ids all the same."""
+    a, b = pair(tmp_path, target={"rows": 304})
+    edit(a / "tokenizer.json", high_token("<x>"))
+    assert [f["what"] for f in found(report(a, b), "rows", "blocks")] == [
+        "id 300 is in use and the drafter has 272 rows only"
+    ]
+
+
 def test_a_token_that_the_drafter_lacks(tmp_path: Path) -> None:
     a, b = pair(tmp_path, target={"rows": 304}, drafter={"rows": 304})
     edit(a / "tokenizer.json", high_token("<x>"))
@@ -213,6 +222,15 @@ def test_other_merges_with_equal_ids(tmp_path: Path) -> None:
     assert not rep["aligned"]
     (finding,) = found(rep, "segmentation", "repairable")
     assert "texts are cut differently" in finding["what"]
+
+
+def test_a_merge_that_no_common_text_asks_for(tmp_path: Path) -> None:
+    """The token is there at the same id, and the drafter's tokenizer never makes it."""
+    a, b = pair(tmp_path)
+    for folder in (a, b):
+        edit(folder / "tokenizer.json", lambda v: v["model"]["vocab"].update(qz=259))
+    edit(a / "tokenizer.json", lambda v: v["model"].update(merges=[["q", "z"]]))
+    assert "1 of 22 texts are cut differently" in found(report(a, b), "segmentation", "repairable")[0]["what"]
 
 
 def test_templates_are_compared_by_what_they_render(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def test_half_written_shards_are_never_read(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(KeyboardInterrupt):
             write_shard(folder, [answer(1)])
     assert len(list((folder / "shards").iterdir())) == 2  # the torn one lies there
+    assert [path.name for path in shard_paths(folder)] == ["part-00000.arrow"]
     assert begin(folder, META) == {chat(0).id}
     assert len(list((folder / "shards").iterdir())) == 1  # and is swept up
     assert write_shard(folder, [answer(1)]).name == "part-00001.arrow"
@@ -138,7 +139,9 @@ def test_incomplete_missing_or_damaged_answers_are_refused(tmp_path: Path) -> No
 
 def test_another_run_or_a_strange_folder_is_never_written_to(tmp_path: Path) -> None:
     begin(tmp_path / "a", META)
-    with pytest.raises(InputError, match=r"holds other answers \(they differ in sampling, top_logprobs\)|top_logprobs, sa"):
+    with pytest.raises(
+        InputError, match=r"holds other answers \(they differ in sampling, top_logprobs\)|top_logprobs, sa"
+    ):
         begin(tmp_path / "a", META | {"sampling": {"temperature": 1.0}, "top_logprobs": 8})
     assert begin(tmp_path / "a", META | {"versions": {"torch": "later"}}) == set()
     (tmp_path / "mine").mkdir()

@@ -14,7 +14,7 @@ from distill.answers import Answer, open_answers, shard_paths
 from distill.generate import Job, choose_backend, generate, new_job, open_target, unanswered
 from distill.in_vllm import head_of
 from distill.prompts import Prompt, prompt
-from distill.requests import Answerer, Request, Sampling, ending_ids, request_seed, require_fit, tokenize
+from distill.requests import Answerer, Request, Sampling, ending_ids, require_fit, tokenize
 from pairing.errors import InputError, PartFailedError
 from pairing.pair import describe_model
 from pairing.source import load_model, load_tokenizer, resolve

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from distill.orders import SEEN, TEMPLATES, UNSEEN, make_orders, orders
+from distill.orders import SEEN, SYSTEM, TEMPLATES, UNSEEN, make_orders, orders
 from distill.prompts import load_prompts
 from pairing.errors import InputError
 from tests.conftest import ROOT
@@ -70,7 +70,12 @@ def test_same_on_every_machine() -> None:
     code = "from distill.orders import make_orders; print([p.id for p in make_orders('test', 20, 7)])"
     runs = [
         subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, cwd=ROOT, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         for seed in ("1", "2")
     ]
@@ -82,15 +87,20 @@ def test_a_longer_list_begins_with_the_shorter_one() -> None:
     assert make_orders("test", 90, 3)[:30] == make_orders("test", 30, 3)
 
 
-def test_chat_and_its_system_message() -> None:
+def test_chat_and_its_examples() -> None:
     one = make_orders("train", 1, 0)[0]
-    assert [m["role"] for m in one.messages] == ["system", "user"]
-    assert one.messages[0]["content"].startswith("Turn the order into JSON.\nOrder: Hello, Tom from Zurich here.")
-    assert json.loads(one.messages[0]["content"].split("JSON: ")[1])["quantity"] == 24
-    assert one.messages[1]["content"].startswith("Order: ")
-    assert one.messages[1]["content"].endswith("\nJSON:")
+    assert [m["role"] for m in one.messages] == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert one.messages[0]["content"] == SYSTEM
+    for message in one.messages[1::2]:
+        assert message["content"].startswith("Order: ")
+        assert message["content"].endswith("\nJSON:")
+    for asked, answer in zip(one.messages[1::2], one.messages[2::2], strict=False):
+        facts = json.loads(answer["content"])
+        assert list(facts) == ["name", "city", "item", "quantity", "day"]
+        assert all(str(facts[key]) in asked["content"] for key in ("name", "city", "item", "day"))
+        assert not {facts["name"], facts["city"], facts["item"]} & {v for p in (SEEN, UNSEEN) for k in p for v in p[k]}
     other = load_prompts("orders", "train", 1, 0, system="Answer in French.")[0]
-    assert other.messages == [{"role": "system", "content": "Answer in French."}, one.messages[1]]
+    assert other.messages == [{"role": "system", "content": "Answer in French."}, one.messages[-1]]
     assert other.id != one.id
 
 

@@ -32,7 +32,10 @@ def test_prompt_and_messages_lines(tmp_path: Path) -> None:
     assert one.messages == [user("One")]
     assert two.messages == chat
     assert one.tags == two.tags == {}
-    assert load_prompts(source, system="Be kind.")[0].messages == [{"role": "system", "content": "Be kind."}, user("One")]
+    assert load_prompts(source, system="Be kind.")[0].messages == [
+        {"role": "system", "content": "Be kind."},
+        user("One"),
+    ]
     assert load_prompts(source, system="Be kind.")[1].messages == chat  # a chat's own system message stays
 
 

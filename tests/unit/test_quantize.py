@@ -21,7 +21,7 @@ from distill.quantize import plan_quantize, quantize_drafter, random_texts
 from pairing.errors import InputError, PartFailedError
 from pairing.files import read_json
 from pairing.init import init_drafter
-from pairing.pair import read_pair
+from pairing.pair import read_pair, update_pair
 from pairing.source import digests, load_model, resolve
 from recipes import quantize as recipe
 from tests import tiny
@@ -125,8 +125,11 @@ def test_drift_on_recorded_answers(drafter: Path, tmp_path: Path) -> None:
 
 
 def test_pair_card_and_companions_come_along(drafter: Path, tmp_path: Path) -> None:
+    update_pair(drafter, training={"steps": 3}, measurements=[{"acceptance_length": 2.0}])
     result = quantize_drafter(drafter, tmp_path / "nf4")
     old, new = read_pair(drafter), read_pair(tmp_path / "nf4")
+    assert new["training"] == {"steps": 3}
+    assert new["measurements"] == []  # they were measured with the other weights
     assert new["target"] == old["target"]
     assert [m["step"] for m in new["made"]] == ["init", "quantize"]
     assert new["quantization"] == result

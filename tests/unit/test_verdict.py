@@ -97,6 +97,16 @@ def test_outputs_that_differ_and_are_no_tie_forbid_deploying(why: str | None) ->
     assert "first abc at token 3" in found["sentence"]
 
 
+def test_a_slower_arm_that_also_differs_has_no_gain_first() -> None:
+    mismatch = {"id": "abc", "repeat": 0, "position": 3, "target_token": 1, "arm_token": 2, "why": None}
+    found = judge(rows(drafter(0.8, 0.7, 0.9, exact_match=0.9, mismatches=[mismatch])))
+    assert found["sentence"].startswith("Do not deploy: no gain; ")
+    assert (
+        "slower: 1 output differs from the target's and not by a tie in rounding, first abc at token 3"
+        in found["sentence"]
+    )
+
+
 def test_a_tie_in_rounding_is_lossless_and_told() -> None:
     mismatch = {"id": "abc", "repeat": 0, "position": 3, "target_token": 1, "arm_token": 2, "why": "a tie in rounding"}
     found = judge(rows(drafter(1.4, 1.3, 1.5, exact_match=23 / 24, mismatches=[mismatch])))
