@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +43,7 @@ def open_vllm(
     with _output_to(log, stdout=True):  # for as long as it lives: vLLM logs to standard output, which is the user's
         with _output_to(log, stderr=True):  # its processes keep this one
             llm = _start(target, context, top_logprobs, max_num_seqs, cpu, log)
+        _raise_when_dead(llm.llm_engine.engine_core)
         try:
             yield _answerer(llm.llm_engine, ending_ids(target.path), max_num_seqs, log)
         finally:
@@ -78,6 +81,21 @@ def _start(target: ModelSource, context: int, top_logprobs: int, max_num_seqs: i
     except Exception as e:  # whatever vLLM stumbles over, it is in its log
         line = str(e).splitlines()[0] if str(e) else ""
         raise PartFailedError(f"vLLM did not start ({type(e).__name__}: {line}); its log: {log}") from e
+
+
+def _raise_when_dead(client: Any) -> None:
+    """Makes a step raise when the engine's process is killed (kill -9, out of memory).
+
+    vLLM 0.32's client notices, closes its sockets, and leaves the step waiting for ever: nobody wakes its queue.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    def watch() -> None:
+        while not client.resources.engine_dead:  # also set by our own shutdown, after which nobody steps
+            time.sleep(0.5)
+        client.outputs_queue.put_nowait(EngineDeadError())
+
+    threading.Thread(target=watch, daemon=True, name="draftsmith-engine-watch").start()
 
 
 def _kv_bytes(folder: Path, context: int, max_num_seqs: int) -> int:

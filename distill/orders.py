@@ -14,20 +14,14 @@ from typing import Any
 from distill.prompts import Prompt, prompt
 from pairing.errors import InputError
 
-SYSTEM = "Turn the order into JSON."
-USER = "Order: {text}\nJSON:"
-# Shown as turns of the chat. In the system message instead, a 135M target answers in one line for half of the orders
-# only; with one example it copies that one's name and city too often (docs/notebook.md, issue 2).
-EXAMPLES = (
-    (
-        "Hello, Tom from Zurich here. Two dozen red pens by Sunday please.",
-        '{"name": "Tom", "city": "Zurich", "item": "red pens", "quantity": 24, "day": "Sunday"}',
-    ),
-    (
-        "Can you ship 7 brass bells to Eva in Turin so that they arrive on Monday?",
-        '{"name": "Eva", "city": "Turin", "item": "brass bells", "quantity": 7, "day": "Monday"}',
-    ),
+# One example, in the instruction. Answered examples as turns of the chat make this 135M target surer of the form, but then
+# the prompt holds most of each answer already, and copying from it (n-gram drafting) beats any model: docs/notebook.md.
+SYSTEM = (
+    "Turn the order into JSON.\n"
+    "Order: Hello, Tom from Zurich here. Two dozen red pens by Sunday please.\n"
+    'JSON: {"name": "Tom", "city": "Zurich", "item": "red pens", "quantity": 24, "day": "Sunday"}'
 )
+USER = "Order: {text}\nJSON:"
 TEST_SHARE = 5  # one order in five is kept for the test split
 
 
@@ -35,28 +29,44 @@ def _pool(text: str) -> list[str]:
     return [word.strip() for word in text.split(",")]
 
 
-# What EXAMPLES name is in no pool, and UNSEEN shares no word with SEEN.
+# What the example names is in no pool, and UNSEEN shares no word with SEEN. The pools that train are wide on purpose: from
+# a few dozen names a drafter learns the names; from many it learns to copy.
 SEEN = {
     "name": _pool(
         "Anna, Ben, Carla, David, Elena, Frank, Grace, Henry, Iris, Jack, Karen, Liam, Maria, Noah, Olga, Paul, Rosa, "
-        "Sam, Tina, Victor, Wendy, Peter, Julia, Martin, Sofia, Daniel, Laura, Simon, Clara, Oscar, Nina, Robert"
+        "Sam, Tina, Victor, Wendy, Peter, Julia, Martin, Sofia, Daniel, Laura, Simon, Clara, Oscar, Nina, Robert, "
+        "Adam, Amy, Andrew, Arthur, Bella, Brian, Charles, Chloe, Colin, Daisy, Dennis, Edward, Elise, Eric, Fiona, "
+        "Gavin, Gloria, Harold, Ivan, Jane, Jason, Joan, Keith, Kelly, Leo, Lily, Louis, Lucy, Mark, Mary, Megan, "
+        "Nathan, Nora, Owen, Patrick, Philip, Rachel, Ralph, Rita, Roger, Ruth, Sean, Stella, Steven, Susan, Teresa, "
+        "Thomas, Vera, Walter, Zoe, Ahmed, Aisha, Chen, Fatima, Hiro, Ines, Jamal, Kofi, Lena, Mei, Omar, Priya, Ravi, "
+        "Sven, Yuki"
     ),
     "city": _pool(
         "Berlin, Paris, Madrid, Rome, Vienna, Oslo, Dublin, Lisbon, Prague, Warsaw, Boston, Denver, London, Chicago, "
-        "Munich, Milan, Geneva, Seattle, Athens, Dallas, Hamburg, Toronto, Brussels, Helsinki"
+        "Munich, Milan, Geneva, Seattle, Athens, Dallas, Hamburg, Toronto, Brussels, Helsinki, Amsterdam, Antwerp, "
+        "Austin, Basel, Belfast, Bergen, Bristol, Cairo, Calgary, Cardiff, Cologne, Copenhagen, Delhi, Detroit, Dresden, "
+        "Edinburgh, Florence, Frankfurt, Graz, Istanbul, Leeds, Leipzig, Lima, Liverpool, Manchester, Marseille, "
+        "Melbourne, Miami, Montreal, Naples, Nice, Osaka, Ottawa, Palermo, Portland, Quebec, Riga, Rotterdam, Salzburg, "
+        "Seville, Tokyo, Valencia, Vancouver, Venice, Verona, York"
     ),
     "item": _pool(
         "blue mugs, desk lamps, wool socks, garden chairs, water bottles, notebooks, phone cases, coffee filters, "
         "bath towels, picture frames, running shoes, kitchen knives, paper cups, office folders, leather belts, "
-        "wooden spoons, black shirts, door mats, candles, tea pots, bed sheets, key rings, rain coats, screws"
+        "wooden spoons, black shirts, door mats, candles, tea pots, bed sheets, key rings, rain coats, screws, "
+        "alarm clocks, apple boxes, baking trays, bicycle pumps, brown envelopes, camping stoves, cotton gloves, "
+        "dinner plates, dog collars, drawing pads, ear plugs, fishing rods, glass jars, hair brushes, hand creams, "
+        "hiking boots, ink cartridges, jeans, lunch boxes, mouse pads, nails, olive oils, orange crates, paint brushes, "
+        "pencils, pink ribbons, plant pots, puzzle games, radios, rubber bands, school bags, shower curtains, silver "
+        "rings, steel hooks, sun hats, tennis balls, toy trains, travel maps, umbrella stands, violin strings, wall "
+        "mirrors, white candlesticks, wine openers, work trousers, writing desks, yoga blocks"
     ),
 }
 UNSEEN = {
     "name": _pool("Alice, George, Emma, Lucas, Helen, Felix, Monica, Bruno, Diana, Hugo, Sarah, Kevin"),
     "city": _pool("Stockholm, Budapest, Houston, Lyon, Krakow, Atlanta, Porto, Sydney, Phoenix, Glasgow"),
     "item": _pool(
-        "green scarves, metal shelves, soup bowls, pillows, winter gloves, table cloths, hammers, laptop bags, "
-        "flower vases, yellow umbrellas"
+        "green scarves, metal shelves, soup bowls, pillows, winter jackets, table cloths, hammers, laptop sleeves, "
+        "flower vases, yellow parasols"
     ),
 }
 DAYS = _pool("Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday")
@@ -130,18 +140,15 @@ def orders(split: str, count: int, seed: int) -> list[Order]:
 
 
 def make_orders(split: str, count: int, seed: int, system: str | None = None) -> list[Prompt]:
-    """`orders` as chats: instruction, two answered examples, the order. tags: {"seen": …}.
-
-    A `system` message of the user's own replaces instruction and examples.
-    """
-    if system is None:
-        first = [{"role": "system", "content": SYSTEM}]
-        for text, answer in EXAMPLES:
-            first += [{"role": "user", "content": USER.format(text=text)}, {"role": "assistant", "content": answer}]
-    else:
-        first = [{"role": "system", "content": system}]
+    """`orders` as chats: the instruction (SYSTEM, or the user's own), then the order. tags: {"seen": …}."""
     return [
-        prompt([*first, {"role": "user", "content": USER.format(text=order.text)}], {"seen": order.seen})
+        prompt(
+            [
+                {"role": "system", "content": SYSTEM if system is None else system},
+                {"role": "user", "content": USER.format(text=order.text)},
+            ],
+            {"seen": order.seen},
+        )
         for order in orders(split, count, seed)
     ]
 

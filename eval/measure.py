@@ -20,6 +20,9 @@ from pairing.files import append_jsonl, read_jsonl, write_jsonl
 from pairing.progress import bar
 
 
+WARMUP_TOKENS = 16
+
+
 @dataclass(frozen=True)
 class Arm:
     name: str
@@ -164,15 +167,15 @@ def _serving(plan: Plan, arms: Sequence[Arm], out: Path) -> Iterator[tuple[dict[
 
 
 def _warm_up(plan: Plan, one: server.Server) -> None:
-    """Compilation, first-use kernels and page faults belong to no cell. The last prompts serve: measured again later,
-    cold, since the prefix cache is off."""
+    """Compilation, first-use kernels and page faults belong to no cell. The last prompts serve, answered in a few rounds:
+    measured again later, cold, since the prefix cache is off."""
     for requests in plan.workloads.values():
         for request in requests[-plan.warmup :] if plan.warmup else []:
             client.complete(
                 one.url,
                 server.SERVED_NAME,
                 [request.prompt_ids],
-                _sampling(plan, plan.temperatures[0], request),
+                _sampling(plan, plan.temperatures[0], request) | {"max_tokens": min(WARMUP_TOKENS, request.max_tokens)},
                 plan.request_timeout_s,
             )
 

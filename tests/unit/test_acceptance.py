@@ -64,16 +64,22 @@ def test_greedy_walk_by_hand() -> None:
     assert r.draft_acceptance_rate == pytest.approx(4 / 6)
 
 
-def test_cut_round_is_censored_not_counted_as_failed() -> None:
-    """K = 3, 4 tokens, w = . 0 1 1: the second round accepts the two tokens left; whether its third would have been
-    accepted is unknown, and no other round has seen position 3: it takes the conditional before it."""
-    r = replay([[1, 0, 1, 1]], 3)
-    assert r.rounds_P.tolist() == [2]
-    assert r.accepted_PK.tolist() == [[1, 1, 0]]
-    assert r.at_risk_PK.tolist() == [[2, 1, 0]]
-    assert r.cut_PK.tolist() == [[0, 0, 1]]
-    assert r.survival_per_pos.tolist() == pytest.approx([0.5, 0.5, 0.5])
-    assert (r.acceptance_length_low, r.acceptance_length_high) == (2.0, 2.5)
+def test_cut_round_by_hand() -> None:
+    """K = 3, 4 tokens, w = . 0 1 1: the second round accepts the two tokens left; its third draft is past the end.
+
+    Alike: no round has seen position 3, so it takes the conditional before it.
+    """
+    alike, rejected = replay([[1, 0, 1, 1]], 3, "alike"), replay([[1, 0, 1, 1]], 3)
+    for r in (alike, rejected):
+        assert r.rounds_P.tolist() == [2]
+        assert r.accepted_PK.tolist() == [[1, 1, 0]]
+        assert r.cut_PK.tolist() == [[0, 0, 1]]
+        assert (r.acceptance_length_low, r.acceptance_length_high) == (2.0, 2.5)
+    assert alike.at_risk_PK.tolist() == [[2, 1, 0]]
+    assert alike.survival_per_pos.tolist() == pytest.approx([0.5, 0.5, 0.5])
+    assert rejected.at_risk_PK.tolist() == [[2, 1, 1]]
+    assert rejected.survival_per_pos.tolist() == [0.5, 0.5, 0.0]
+    assert rejected.acceptance_length == rejected.acceptance_length_low
 
 
 def test_first_token_is_never_drafted_and_one_token_needs_no_round() -> None:
@@ -84,7 +90,8 @@ def test_first_token_is_never_drafted_and_one_token_needs_no_round() -> None:
 
 
 def test_perfect_and_hopeless_drafters() -> None:
-    assert replay([[1] * 50] * 3, 4).acceptance_length == pytest.approx(5)
+    assert replay([[1] * 50] * 3, 4, "alike").acceptance_length == pytest.approx(5)
+    assert replay([[1] * 51] * 3, 4).acceptance_length == pytest.approx(5)  # ten whole rounds
     assert replay([[0] * 50] * 3, 4).acceptance_length == pytest.approx(1)
 
 
@@ -134,16 +141,22 @@ def clustered(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
 def test_replay_agrees_with_simulated_vllm_counters(
     process: Callable[[np.random.Generator, tuple[int, int]], np.ndarray], K: int
 ) -> None:
-    """Answers of 5 to 35 tokens, short enough that cut rounds matter: within 1.5 %, and the bracket holds the truth,
-    whereas counting a cut round by what is known of it is 3 % and more too low from K = 4 on."""
+    """Answers of 5 to 35 tokens, short enough that cut rounds matter, and text that goes on as before past their end.
+
+    Alike agrees within 1.5 %, where counting cut rounds by what is known is 3 % and more too low from K = 4 on. Where
+    drafts past the end are in truth rejected, rejected is exact. The bracket holds the truth of both.
+    """
     rng = np.random.default_rng(K)
     endless, lengths = process(rng, (6000, 60)), rng.integers(5, 36, 6000)
-    truth = vllm_counters(endless, lengths, K)
-    r = replay([row[:n] for row, n in zip(endless, lengths, strict=True)], K)
-    assert r.acceptance_length == pytest.approx(truth, rel=0.015)
-    assert r.acceptance_length_low <= truth <= r.acceptance_length_high
+    ended = endless & (np.arange(60) < lengths[:, None])
+    answers = [row[:n] for row, n in zip(endless, lengths, strict=True)]
+    goes_on, stops = vllm_counters(endless, lengths, K), vllm_counters(ended, lengths, K)
+    alike, rejected = replay(answers, K, "alike"), replay(answers, K)
+    assert alike.acceptance_length == pytest.approx(goes_on, rel=0.015)
+    assert rejected.acceptance_length == pytest.approx(stops, rel=1e-9)
+    assert rejected.acceptance_length_low <= stops <= goes_on <= alike.acceptance_length_high
     if K >= 4:
-        assert r.acceptance_length_low < 0.97 * truth
+        assert rejected.acceptance_length < 0.97 * goes_on
 
 
 def test_weights_of_the_bootstrap_repeat_prompts() -> None:
