@@ -171,7 +171,7 @@ def statistics(folder: Path) -> dict[str, Any]:
         "answer_tokens": _spread(answer),
         "stop": stops,
         "length": len(prompt) - stops,
-        "tail_mass_mean": float(tail.mean()),
+        "tail_mass_mean": float(tail.mean()) if len(tail) else None,
         "bytes": sum(path.stat().st_size for path in shard_paths(folder)),
     }
 

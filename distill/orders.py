@@ -14,14 +14,20 @@ from typing import Any
 from distill.prompts import Prompt, prompt
 from pairing.errors import InputError
 
-# One example, in the instruction. Answered examples as turns of the chat make this 135M target surer of the form, but then
-# the prompt holds most of each answer already, and copying from it (n-gram drafting) beats any model: docs/notebook.md.
-SYSTEM = (
-    "Turn the order into JSON.\n"
-    "Order: Hello, Tom from Zurich here. Two dozen red pens by Sunday please.\n"
-    'JSON: {"name": "Tom", "city": "Zurich", "item": "red pens", "quantity": 24, "day": "Sunday"}'
-)
+SYSTEM = "Turn the order into JSON."
 USER = "Order: {text}\nJSON:"
+# Shown as turns of the chat. In the system message instead, a 135M target answers in one line for half of the orders
+# only; with one example it copies that one's name and city too often (docs/notebook.md, issue 2).
+EXAMPLES = (
+    (
+        "Hello, Tom from Zurich here. Two dozen red pens by Sunday please.",
+        '{"name": "Tom", "city": "Zurich", "item": "red pens", "quantity": 24, "day": "Sunday"}',
+    ),
+    (
+        "Can you ship 7 brass bells to Eva in Turin so that they arrive on Monday?",
+        '{"name": "Eva", "city": "Turin", "item": "brass bells", "quantity": 7, "day": "Monday"}',
+    ),
+)
 TEST_SHARE = 5  # one order in five is kept for the test split
 
 
@@ -29,7 +35,7 @@ def _pool(text: str) -> list[str]:
     return [word.strip() for word in text.split(",")]
 
 
-# What the example names is in no pool, and UNSEEN shares no word with SEEN. The pools that train are wide on purpose: from
+# What EXAMPLES name is in no pool, and UNSEEN shares no word with SEEN. The pools that train are wide on purpose: from
 # a few dozen names a drafter learns the names; from many it learns to copy.
 SEEN = {
     "name": _pool(
@@ -140,15 +146,18 @@ def orders(split: str, count: int, seed: int) -> list[Order]:
 
 
 def make_orders(split: str, count: int, seed: int, system: str | None = None) -> list[Prompt]:
-    """`orders` as chats: the instruction (SYSTEM, or the user's own), then the order. tags: {"seen": …}."""
+    """`orders` as chats: instruction, two answered examples, the order. tags: {"seen": …}.
+
+    A `system` message of the user's own replaces instruction and examples.
+    """
+    if system is None:
+        first = [{"role": "system", "content": SYSTEM}]
+        for text, answer in EXAMPLES:
+            first += [{"role": "user", "content": USER.format(text=text)}, {"role": "assistant", "content": answer}]
+    else:
+        first = [{"role": "system", "content": system}]
     return [
-        prompt(
-            [
-                {"role": "system", "content": SYSTEM if system is None else system},
-                {"role": "user", "content": USER.format(text=order.text)},
-            ],
-            {"seen": order.seen},
-        )
+        prompt([*first, {"role": "user", "content": USER.format(text=order.text)}], {"seen": order.seen})
         for order in orders(split, count, seed)
     ]
 

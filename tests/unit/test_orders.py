@@ -80,24 +80,28 @@ def test_same_on_every_machine() -> None:
         for seed in ("1", "2")
     ]
     assert runs[0] == runs[1] == f"{[p.id for p in make_orders('test', 20, 7)]}\n"
-    assert orders("train", 1, 0)[0].text == "Can you ship 19 ear plugs to Stella in Palermo so that they arrive on Wednesday?"
+    assert (
+        orders("train", 1, 0)[0].text
+        == "Can you ship 19 ear plugs to Stella in Palermo so that they arrive on Wednesday?"
+    )
 
 
 def test_a_longer_list_begins_with_the_shorter_one() -> None:
     assert make_orders("test", 90, 3)[:30] == make_orders("test", 30, 3)
 
 
-def test_chat_and_its_example() -> None:
+def test_chat_and_its_examples() -> None:
     one = make_orders("train", 1, 0)[0]
-    assert [m["role"] for m in one.messages] == ["system", "user"]
+    assert [m["role"] for m in one.messages] == ["system", "user", "assistant", "user", "assistant", "user"]
     assert one.messages[0]["content"] == SYSTEM
-    assert one.messages[1]["content"].startswith("Order: ")
-    assert one.messages[1]["content"].endswith("\nJSON:")
-    asked, answer = SYSTEM.split("\nJSON: ")
-    facts = json.loads(answer)
-    assert list(facts) == ["name", "city", "item", "quantity", "day"]
-    assert all(str(facts[key]) in asked for key in ("name", "city", "item", "day"))
-    assert not {facts["name"], facts["city"], facts["item"]} & {v for p in (SEEN, UNSEEN) for k in p for v in p[k]}
+    for message in one.messages[1::2]:
+        assert message["content"].startswith("Order: ")
+        assert message["content"].endswith("\nJSON:")
+    for asked, answer in zip(one.messages[1::2], one.messages[2::2], strict=False):
+        facts = json.loads(answer["content"])
+        assert list(facts) == ["name", "city", "item", "quantity", "day"]
+        assert all(str(facts[key]) in asked["content"] for key in ("name", "city", "item", "day"))
+        assert not {facts["name"], facts["city"], facts["item"]} & {v for p in (SEEN, UNSEEN) for k in p for v in p[k]}
     other = load_prompts("orders", "train", 1, 0, system="Answer in French.")[0]
     assert other.messages == [{"role": "system", "content": "Answer in French."}, one.messages[-1]]
     assert other.id != one.id
