@@ -19,7 +19,6 @@ from pairing.errors import PartFailedError
 from pairing.files import append_jsonl, read_jsonl, write_jsonl
 from pairing.progress import bar
 
-
 WARMUP_TOKENS = 16
 
 

@@ -76,7 +76,7 @@ def test_killed_in_the_middle_the_same_command_goes_on_to_a_whole_report(tmp_pat
     second = draftsmith("run", str(file), "--json")
     assert second.returncode == 0, second.stderr[-3000:]
     assert (run / "init" / "model.safetensors").stat().st_mtime_ns == made  # a stage that was done is not done again
-    assert {s for s in read_json(run / "stages.json")} >= {"distill", "check", "quantize", "measure"}
+    assert set(read_json(run / "stages.json")) >= {"distill", "check", "quantize", "measure"}
     rows = {(r["arm"], r["workload"]): r for r in read_jsonl(run / "measure" / "results.jsonl")}
     assert {arm for arm, _ in rows} == {"target", "drafter", "untrained", "drafter-nf4", "ngram"}
     assert {r["void"] for r in rows.values()} == {None}
