@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pairing import alignment
-from pairing.alignment import check_pair, context, summary
+from pairing import serving
+from pairing.alignment import check_pair, summary
 from pairing.engine import Engine
 from pairing.errors import InputError
 from pairing.files import read_json, write_json
 from pairing.init import init_drafter
 from pairing.pair import read_pair
+from pairing.serving import context
 from pairing.source import resolve
 from recipes import check as recipe
 from tests import tiny
@@ -63,7 +64,9 @@ def test_same_tokenizer_other_padding(tmp_path: Path, rows: int) -> None:
     assert not rep["aligned"]
     (finding,) = found(rep, "rows", "repairable")
     assert f"same tokenizer, padding differs: the target has 272 rows, the drafter {rows}" in finding["what"]
-    assert ("cut" if rows > 272 else "pad") in finding["fix"]
+    assert ("cuts" if rows > 272 else "pads") in finding["fix"]
+    assert finding["fix"].startswith(f"`draftsmith repair {rep['target']} {rep['drafter']} out=")
+    assert rep["repair"] in finding["fix"]
     assert not [f for f in rep["findings"] if f["level"] == "blocks"]
 
 
@@ -137,7 +140,9 @@ def test_a_drafter_without_rows_for_the_targets_ids(tmp_path: Path) -> None:
     """D4: its own tokenizer ends early, and it is fed the target's ids all the same."""
     a, b = pair(tmp_path, target={"rows": 304})
     edit(a / "tokenizer.json", high_token("<x>"))
-    assert [f["what"] for f in found(report(a, b), "rows", "blocks")] == [
+    rep = report(a, b)
+    assert not [f for f in rep["findings"] if f["level"] == "blocks"]
+    assert [f["what"] for f in found(rep, "rows", "repairable")] == [
         "id 300 is in use and the drafter has 272 rows only"
     ]
 
@@ -303,9 +308,9 @@ def test_a_4_bit_drafter_that_this_vllm_does_not_read(tmp_path: Path, monkeypatc
     """D18: said when the pair is checked, not when the engine dies."""
     a, b = pair(tmp_path)
     edit(b / "config.json", lambda v: v.update(quantization_config={"quant_method": "bitsandbytes"}))
-    monkeypatch.setattr(alignment, "engine", lambda: Engine("0.32.0", "cpu", None))
+    monkeypatch.setattr(serving, "engine", lambda: Engine("0.32.0", "cpu", None))
     assert "pip install --no-deps vllm-bnb-plugin" in found(report(a, b), "engine", "warns")[0]["fix"]
-    monkeypatch.setattr(alignment, "engine", lambda: Engine("0.32.0", "cpu", "0.0.3"))
+    monkeypatch.setattr(serving, "engine", lambda: Engine("0.32.0", "cpu", "0.0.3"))
     assert not found(report(a, b), "engine", "warns")
 
 
