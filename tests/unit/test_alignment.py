@@ -332,3 +332,132 @@ def test_recipe_exit_codes_json_and_record(tmp_path: Path, capsys: pytest.Captur
     assert not (other / "pair.json").exists()
     with pytest.raises(InputError, match="draft: needs a value"):
         recipe.main([str(target)])
+
+
+def test_what_each_user_needs_is_said_apart(tmp_path: Path) -> None:
+    """D1, D2, D7: other rows stop all but the universal kind; other tokens too; mixed layers stop vLLM alone."""
+    runs = {
+        user: need["runs"] for user, need in report(*pair(tmp_path / "rows", drafter={"rows": 288}))["needs"].items()
+    }
+    assert runs == {"vllm": False, "transformers": False, "universal": True, "training": False}
+    rep = report(*pair(tmp_path / "swap", drafter={"swap": (50, 60)}))
+    assert {u: n["runs"] for u, n in rep["needs"].items()} == dict.fromkeys(rep["needs"], False)
+    assert "refuses two tokenizers" in rep["needs"]["universal"]["because"][0]
+    a, b = pair(tmp_path / "layers")
+    gemma = {"model_type": "gemma2", "num_hidden_layers": 4, "vocab_size": 272, "tie_word_embeddings": True}
+    write_json(b / "config.json", gemma | {"max_position_embeddings": 512})
+    runs = {user: need["runs"] for user, need in report(a, b)["needs"].items()}
+    assert runs == {"vllm": False, "transformers": True, "universal": False, "training": True}
+    write_json(b / "config.json", gemma | {"model_type": "mamba", "num_hidden_layers": 2})
+    assert not report(a, b)["needs"]["transformers"]["runs"]
+
+
+def test_transformers_agrees_about_two_tokenizers(tmp_path: Path) -> None:
+    """What `needs` says of assisted generation is what transformers does."""
+    import torch
+
+    from pairing.source import load_model, load_tokenizer
+
+    a, b = pair(tmp_path, drafter={"rows": 288})
+    ids, tok = torch.arange(3, 10)[None], load_tokenizer(a)
+    target, other, same = load_model(a), load_model(b), load_model(tiny.folder(tmp_path / "same", layers=1))
+    both = {"tokenizer": tok, "assistant_tokenizer": tok}
+    plain = target.generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(target.generate(ids, assistant_model=same, max_new_tokens=4, do_sample=False), plain)
+    with pytest.raises(ValueError, match="different tokenizers"):
+        target.generate(ids, assistant_model=other, max_new_tokens=4)
+    with pytest.raises(ValueError, match="omit `assistant_tokenizer`"):
+        target.generate(ids, assistant_model=same, max_new_tokens=4, **both)
+
+
+def test_rotary_scaling_as_served(tmp_path: Path) -> None:
+    """D6: an override lengthens the target; it does not reach the drafter."""
+    a, b = pair(tmp_path)
+    rep = check_pair(
+        resolve(str(a)), resolve(str(b)), hf_overrides={"rope_parameters": {"rope_type": "linear", "factor": 4.0}}
+    )
+    whats = [f["what"] for f in found(rep, "context", "warns")]
+    assert whats[0] == "the drafter takes 512 positions, the target 2048"
+    assert "linear by 4.0 in the target, none in the drafter; --hf-overrides reaches the target only" in whats[1]
+    assert rep["facts"]["max_model_len"] == 512
+    assert not found(report(a, b), "context", "warns")
+
+
+def test_a_sliding_window_of_the_drafter(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    edit(b / "config.json", lambda v: v.update(model_type="mistral", sliding_window=128))
+    (finding,) = found(report(a, b), "context", "warns")
+    assert "attends to the last 128 tokens only, the target to all" in finding["what"]
+    edit(b / "config.json", lambda v: v.update(sliding_window=None))
+    assert not found(report(a, b), "context", "warns")
+
+
+@pytest.mark.parametrize(
+    ("n", "config", "what"),
+    [
+        (1, {}, None),
+        (2, {}, None),
+        (4, {}, "2 attention heads"),
+        (3, {"num_attention_heads": 6, "num_key_value_heads": 2}, "2 key/value heads"),
+        (3, {"num_attention_heads": 6, "num_key_value_heads": 3}, "320 vocabulary rows (padded to 64)"),
+        (2, {"intermediate_size": 129}, "129 FFN channels"),
+        (2, {"quantization_config": {"quant_method": "bitsandbytes"}}, "32 over 2 are no multiples"),
+        (2, {"quantization_config": {"quant_method": "bitsandbytes"}}, "does not split over devices"),
+    ],
+)
+def test_shards(n: int, config: dict[str, Any], what: str | None) -> None:
+    base = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 126 * 64, "hidden_size": 64}
+    if config.get("quantization_config"):
+        config = config | {"intermediate_size": 64}
+        what = what.replace("32 over 2", "64 and 64 over 2") if what else what
+    findings = serving.shard_findings(base | {"vocab_size": 272} | config, "drafter", n)
+    assert [what in f.what for f in findings if what] == ([True] if what else [])
+    assert bool(findings) is bool(what)
+
+
+def test_markdown_for_github(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One table row a finding, whatever the tokens are; the line that serves stands in a code block."""
+    a, b = pair(tmp_path, drafter={"swap": (0, 130)})
+    assert recipe.main([str(a), str(b), "--markdown", "num_speculative_tokens=3"]) == 1
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0].startswith("### not aligned")
+    assert r"&lt;\|endoftext\|>" in out
+    rows = [line for line in lines if line.startswith("| blocks ")]
+    assert rows
+    assert all(line.replace(r"\|", "").count("|") == 5 for line in rows)
+    assert '"num_speculative_tokens": 3' in lines[lines.index("```sh") + 1]
+
+
+def test_preflight_is_shown_and_counts_only_where_required(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """D9 in `check`: the wrong key is refused with the right name."""
+    target = tiny.folder(tmp_path / "target")
+    init_drafter(resolve(str(target)), tmp_path / "drafter", [0])
+    words = [str(target), str(tmp_path / "drafter"), "speculative_config={tensor_parallel_size: 1}", "--json"]
+    assert recipe.main(words) == 0
+    flight = json.loads(capsys.readouterr().out)["preflight"]
+    assert not flight["starts"]
+    assert "draft_tensor_parallel_size" in flight["findings"][0]["fix"]
+    assert recipe.main([*words, "preflight=require"]) == 1
+    capsys.readouterr()
+    assert recipe.main([*words, "preflight=skip"]) == 0
+    assert json.loads(capsys.readouterr().out)["preflight"] is None
+
+
+def test_the_report_is_what_docs_describe(tmp_path: Path) -> None:
+    from tests.conftest import ROOT
+
+    a, b = pair(tmp_path)
+    out = tmp_path / "check.json"
+    recipe.run(recipe.CheckConfig(target=str(a), draft=str(b), out=out))
+    rep = read_json(out)
+    text = (ROOT / "docs" / "check.md").read_text()
+    keys = [
+        *rep,
+        *rep["facts"],
+        *rep["needs"],
+        *rep["findings"][0],
+        *rep["preflight"],
+        *(rep["preflight"]["numbers"] or {}),
+    ]
+    assert [k for k in keys if f"`{k}`" not in text] == []
