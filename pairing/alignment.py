@@ -15,7 +15,7 @@ from typing import Any
 from pairing.files import read_json
 from pairing.finding import LEVELS, ONE_VOCABULARY, USERS, Finding
 from pairing.serving import compare_context, context, engine_findings, overridden, shard_findings, text_config
-from pairing.source import ModelSource, load_tokenizer
+from pairing.source import ModelSource, load_tokenizer, require_causal
 from pairing.weights import EMBEDDINGS, HEADS, TensorInfo, find, read_headers
 
 SHOWN = 3  # differing ids that a finding spells out
@@ -67,12 +67,14 @@ class Side:
 
 
 def read_side(source: ModelSource) -> Side:
-    """Raises InputError where a part does not load (a corrupt tokenizer, torn weights)."""
+    """Raises InputError where a part does not load (a corrupt tokenizer, torn weights) or the model writes no text."""
     generation = source.path / "generation_config.json"
+    config = read_json(source.path / "config.json")
+    require_causal(config, source.name)
     return Side(
         source.name,
         Path(source.name).exists(),
-        read_json(source.path / "config.json"),
+        config,
         load_tokenizer(source.path),
         read_json(generation) if generation.is_file() else {},
         read_headers(source.path),
@@ -315,11 +317,9 @@ def compare_segmentation(target: Any, drafter: Any) -> list[Finding]:
     ids = sorted(tokens_by_id(target))
     runs = [target.decode(ids[i : i + RUN]) for i in range(0, len(ids), RUN)]
     texts = [*TEXTS, *(f"a{token} b {token}c" for token in added), *runs]
-    differ = []
-    for text in texts:
-        a, b = (list(tok(text, add_special_tokens=False)["input_ids"]) for tok in (target, drafter))
-        if a != b:
-            differ.append((text, a, b))
+    # in one call each: on a large vocabulary the runs are thousands
+    cuts = [tok(texts, add_special_tokens=False)["input_ids"] for tok in (target, drafter)]
+    differ = [(text, list(a), list(b)) for text, a, b in zip(texts, *cuts, strict=True) if list(a) != list(b)]
     if differ:
         text, a, b = differ[0]
         at = _first_difference(a, b)
