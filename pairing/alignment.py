@@ -16,7 +16,7 @@ from pairing.files import read_json
 from pairing.finding import LEVELS, ONE_VOCABULARY, USERS, Finding
 from pairing.serving import compare_context, context, engine_findings, overridden, shard_findings, text_config
 from pairing.source import ModelSource, load_tokenizer, require_causal
-from pairing.weights import EMBEDDINGS, HEADS, TensorInfo, find, read_headers
+from pairing.weights import EMBEDDINGS, HEADS, PACKED, TensorInfo, find, read_headers
 
 SHOWN = 3  # differing ids that a finding spells out
 ADDED_TRIED = 256
@@ -464,4 +464,4 @@ def head_findings(side: Side, role: str) -> list[Finding]:
 
 
 def _packed(info: TensorInfo) -> bool:
-    return info.dtype in ("U8", "I8", "I32")
+    return info.dtype in PACKED

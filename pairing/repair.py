@@ -11,18 +11,16 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from pairing.alignment import check_pair, read_side, summary, tokens_by_id
 from pairing.card import write_card
-from pairing.files import new_folder, read_json, write_json
+from pairing.files import new_folder, write_json
 from pairing.init import copy_companions
 from pairing.pair import new_pair, read_pair
 from pairing.rows import make_rows, row_sources, settle_padding
 from pairing.source import ModelSource
-from pairing.weights import EMBEDDINGS, HEADS, TensorInfo, read_headers, weight_files
+from pairing.weights import TensorInfo, rewrite, vocabulary_tensors
 
-VOCABULARY = (*EMBEDDINGS, *HEADS, "lm_head.bias")  # the tensors with a row per id
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -37,11 +35,8 @@ def plan_repair(target: ModelSource, drafter: ModelSource, quiet_padding: bool =
     blocks = [f["what"] for f in report["findings"] if f["level"] == "blocks"]
     mends = [f["what"] for f in report["findings"] if f["repair"]]
     t, d = read_side(target), read_side(drafter)
-    tensors = {name: info for name, info in d.tensors.items() if name.endswith(VOCABULARY)}
+    tensors = vocabulary_tensors(d.tensors, d.name) if not blocks else {}
     rows = [min((info.shape[0] for info in tensors.values()), default=0), int(t.text.get("vocab_size") or 0)]
-    if not blocks:
-        packed = [name for name, info in tensors.items() if info.dtype in ("U8", "I8", "I32")]
-        blocks = [f"the drafter's {name} is quantized: repair the 16-bit drafter and quantize that" for name in packed]
     ours, theirs = tokens_by_id(t.tokenizer), tokens_by_id(d.tokenizer)
     missing = sorted(i for i in ours if i not in theirs or i >= rows[0])
     sources = {}
@@ -86,12 +81,7 @@ def repair(target: ModelSource, drafter: ModelSource, out: Path, quiet_padding: 
         return settle_padding(made, ours) if quiet_padding else made
 
     with new_folder(out) as temp:
-        for file in weight_files(drafter.path):
-            with safe_open(file, framework="pt") as f:
-                weights = {k: f.get_tensor(k) for k in f.offset_keys()}
-            weights |= {k: mended(weights[k]) for k in plan["tensors"] if k in weights}
-            save_file(weights, temp / file.name, metadata={"format": "pt"})
-        _write_index(drafter.path, temp)
+        rewrite(drafter.path, temp, plan["tensors"], mended)
         config = d.config | {"vocab_size": rows} | {k: t.text[k] for k in SPECIAL if k in t.text}
         write_json(temp / "config.json", config)
         copy_companions(target.path, temp)
@@ -120,13 +110,3 @@ def _unsettled(drafter: ModelSource, tensors: dict[str, TensorInfo], used: set[i
         if not torch.equal(weight, settle_padding(weight, {i for i in used if i < len(weight)})):
             return True
     return False
-
-
-def _write_index(old: Path, new: Path) -> None:
-    """The shards' index, where there is one, with the new size."""
-    index = old / "model.safetensors.index.json"
-    if index.is_file():
-        value = read_json(index)
-        write_json(new / index.name, value)  # the headers are found by it
-        value.setdefault("metadata", {})["total_size"] = sum(t.bytes for t in read_headers(new).values())
-        write_json(new / index.name, value)
