@@ -52,7 +52,9 @@ def row_sources(target: Any, donor: Any, donor_rows: int, mapping: Mapping[str, 
     special = special_ids(target)
     donor_special = special_ids(donor)
     surface, donor_surface = surface_of(target), surface_of(donor)
-    plain = {donor_surface(t): i for t, i in theirs.items() if i not in donor_special}
+    # the same bytes twice ('d' and '<0x64>'): the shorter string is the one that texts are cut into
+    order = sorted(theirs.items(), key=lambda item: (-len(item[0]), -item[1]))
+    plain = {donor_surface(t): i for t, i in order if i not in donor_special}
     longest = max(map(len, plain), default=0)
     by_role = {role: getattr(donor, f"{role}_token_id", None) for role in ROLES}
     roles = {getattr(target, f"{r}_token_id", None): by_role[r] for r in reversed(ROLES) if by_role[r] is not None}
