@@ -16,20 +16,31 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from pairing.card import write_card
-from pairing.engine import draftable
+from pairing.engine import draftable, layer_kinds
 from pairing.errors import InputError
 from pairing.files import new_folder, read_json, write_json
 from pairing.pair import new_pair
 from pairing.progress import bar
 from pairing.source import TOKENIZER_FILES, ModelSource
-from pairing.weights import TensorInfo, read_headers
+from pairing.weights import EMBEDDINGS, TensorInfo, read_headers
 
-# Their tensors are model.embed_tokens, model.layers.N.*, model.norm and lm_head, and no layer needs to know its number.
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-WHOLE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+# Where each architecture keeps its layers. In none of them a layer needs to know its number.
+ARCHITECTURES = {
+    "LlamaForCausalLM": "model.",
+    "MistralForCausalLM": "model.",
+    "Qwen2ForCausalLM": "model.",
+    "Qwen3ForCausalLM": "model.",
+    "Gemma3ForCausalLM": "model.",
+    "Phi3ForCausalLM": "model.",
+    "GPTNeoXForCausalLM": "gpt_neox.",
+    "OPTForCausalLM": "model.decoder.",
+}
+LAYER = re.compile(r"((?:model\.|gpt_neox\.|model\.decoder\.)layers\.)(\d+)\.(.+)")
+WHOLE = re.compile(r"(embed_tokens|embed_in|embed_positions|norm|final_layer_norm)\.(weight|bias)")
+HEAD_NAMES = ("lm_head.weight", "embed_out.weight")
 LAYERWISE = ("layer_types",)
-SKIPPED = ("rotary_emb.inv_freq",)  # a buffer that old files carry; today's classes compute it
+# buffers that old files carry; today's classes compute them
+SKIPPED = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEADER_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -55,17 +66,23 @@ def plan_init(target: ModelSource, layers: list[int], dtype: str | None = None) 
     _require_layers(layers, of)
     cut = _cut_config(config, layers, of)
     if reasons := draftable(cut):
-        raise InputError(f"{target.name}, layers {layers}: no drafter for vLLM: {'; '.join(reasons)}")
+        kinds = layer_kinds(config)
+        by_kind = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in sorted(set(kinds))}
+        choose = "".join(f"; {kind}: {numbers}" for kind, numbers in by_kind.items() if len(by_kind) > 1)
+        raise InputError(f"{target.name}, layers {layers}: no drafter for vLLM: {'; '.join(reasons)}{choose}")
     _require_head(target, config, tensors)
     names: dict[str, str] = {}
     for name in tensors:
         match = LAYER.fullmatch(name)
+        if name.endswith(SKIPPED):
+            continue
         if match is None:
             names[name] = name
-        elif int(match[1]) in layers and not name.endswith(SKIPPED):
-            names[f"model.layers.{layers.index(int(match[1]))}.{match[2]}"] = name
+        elif int(match[2]) in layers:
+            names[f"{match[1]}{layers.index(int(match[2]))}.{match[3]}"] = name
     if cut.get("tie_word_embeddings"):
-        names.pop("lm_head.weight", None)
+        for head in HEAD_NAMES:
+            names.pop(head, None)
     kept = [tensors[old] for old in names.values()]
     if dtype is not None:
         cut["dtype"] = dtype
@@ -139,7 +156,12 @@ def _require_known(name: str, config: dict[str, Any], tensors: dict[str, TensorI
     if "quantization_config" in config:
         raise InputError(f"{name}: its weights are quantized: init needs the target's 16- or 32-bit weights")
     for tensor, info in tensors.items():
-        known = tensor in WHOLE or LAYER.fullmatch(tensor) or tensor.endswith(SKIPPED)
+        prefix = ARCHITECTURES[architecture]
+        known = (
+            tensor in HEAD_NAMES
+            or tensor.endswith(SKIPPED)
+            or (tensor.startswith(prefix) and (LAYER.fullmatch(tensor) or WHOLE.fullmatch(tensor.removeprefix(prefix))))
+        )
         if not known or info.dtype not in HEADER_DTYPES:
             raise InputError(f"{name}: its tensor {tensor} ({info.dtype}) is not one that a {architecture} has")
 
@@ -155,17 +177,18 @@ def _require_head(target: ModelSource, config: dict[str, Any], tensors: dict[str
         from transformers import CONFIG_MAPPING
 
         config["tie_word_embeddings"] = bool(CONFIG_MAPPING[config["model_type"]].from_dict(config).tie_word_embeddings)
-    embedding, head = tensors.get("model.embed_tokens.weight"), tensors.get("lm_head.weight")
-    if embedding is None:
-        raise InputError(f"{target.name}: its weights hold no model.embed_tokens.weight")
+    first, last = (next((n for n in tensors if n.endswith(ends)), None) for ends in (EMBEDDINGS, HEAD_NAMES))
+    if first is None:
+        raise InputError(f"{target.name}: its weights hold no embedding")
+    head = tensors[last] if last else None
     if not config["tie_word_embeddings"] and head is None:
         raise InputError(f"{target.name}: config.json says that the head is not tied, and the weights hold no head")
     if config["tie_word_embeddings"] and head is not None:
-        with safe_open(embedding.file, framework="pt") as a, safe_open(head.file, framework="pt") as b:
-            same = torch.equal(a.get_tensor("model.embed_tokens.weight"), b.get_tensor("lm_head.weight"))
+        with safe_open(tensors[first].file, framework="pt") as a, safe_open(head.file, framework="pt") as b:
+            same = torch.equal(a.get_tensor(first), b.get_tensor(last))
         if not same:
             raise InputError(
-                f"{target.name}: config.json says that the head is tied to the embedding, and lm_head.weight differs "
+                f"{target.name}: config.json says that the head is tied to the embedding, and {last} differs "
                 "from it: set tie_word_embeddings to false, or delete that tensor"
             )
 
@@ -173,9 +196,13 @@ def _require_head(target: ModelSource, config: dict[str, Any], tensors: dict[str
 def _cut_config(config: dict[str, Any], layers: list[int], of: int) -> dict[str, Any]:
     """The layer-wise lists cut to the chosen layers, the count set, all else as it is.
 
+    Where the kinds of the layers are computed from a pattern they are written out: the pattern would count anew.
+
     Named, not guessed from their length: eos_token_id may be a list too, as long as a small model is deep.
     """
     cut = {k: [v[i] for i in layers] if k in LAYERWISE and len(v or []) == of else v for k, v in config.items()}
     cut["num_hidden_layers"] = len(layers)
+    if "layer_types" not in config and (kinds := layer_kinds(config)):
+        cut["layer_types"] = [kinds[i] for i in layers]
     cut.pop("_name_or_path", None)
     return cut
