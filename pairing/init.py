@@ -5,8 +5,10 @@ Works on the safetensors files: tensors are copied by name and renumbered; memor
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from pairing.pair import new_pair
 from pairing.progress import bar
 from pairing.source import TOKENIZER_FILES, ModelSource
 from pairing.weights import EMBEDDINGS, TensorInfo, read_headers
+from pairing.width import Kept, Shape, narrow, narrow_config, narrow_shape, narrower, shape_of, shapes_below
 
 # Where each architecture keeps its layers. In none of them a layer needs to know its number.
 ARCHITECTURES = {
@@ -52,8 +55,18 @@ def spaced(count: int, of: int) -> list[int]:
     return [round(i * (of - 1) / (count - 1)) for i in range(count)]
 
 
-def plan_init(target: ModelSource, layers: list[int], dtype: str | None = None) -> dict[str, Any]:
-    """What `init_drafter` would do: {"layers", "of", "dtype", "parameters", "bytes", "config", "tensors"}.
+@dataclass(frozen=True)
+class Width:
+    """A narrower shape, and where it is to be written what it keeps."""
+
+    shape: Shape
+    kept: Kept | None = None
+
+
+def plan_init(
+    target: ModelSource, layers: list[int], dtype: str | None = None, width: Width | None = None
+) -> dict[str, Any]:
+    """What `init_drafter` would do: {"layers", "of", "width", "dtype", "parameters", "bytes", "config", "tensors"}.
 
     "tensors" maps each new name to the target's name. Everything that can be wrong is found here, from headers and
     config: an unknown architecture, layers out of range, a drafter that vLLM would not run (`draftable`), a tied flag
@@ -88,27 +101,37 @@ def plan_init(target: ModelSource, layers: list[int], dtype: str | None = None) 
         cut["dtype"] = dtype
         cut.pop("torch_dtype", None)
     stored = sorted({t.dtype for t in kept})
-    width = DTYPES[dtype].itemsize if dtype else None
-    values = [t.bytes // HEADER_DTYPES[t.dtype].itemsize for t in kept]
+    if width is not None:
+        cut = narrow_config(cut, config["architectures"][0], width.shape)
+    shapes = [
+        narrow_shape(name, tensors[name].shape, width.shape) if width else tensors[name].shape
+        for name in names.values()
+    ]
+    values = [math.prod(shape) for shape in shapes]
+    sizes = [DTYPES[dtype].itemsize if dtype else HEADER_DTYPES[t.dtype].itemsize for t in kept]
     return {
         "layers": layers,
         "of": of,
+        "width": asdict(width.shape) if width else None,
         "dtype": dtype or "+".join(str(HEADER_DTYPES[d]).removeprefix("torch.") for d in stored),
         "parameters": sum(values),
-        "bytes": sum(values) * width if width else sum(t.bytes for t in kept),
+        "bytes": sum(n * size for n, size in zip(values, sizes, strict=True)),
         "config": cut,
         "tensors": names,
     }
 
 
-def init_drafter(target: ModelSource, out: Path, layers: list[int], dtype: str | None = None) -> dict[str, Any]:
+def init_drafter(
+    target: ModelSource, out: Path, layers: list[int], dtype: str | None = None, width: Width | None = None
+) -> dict[str, Any]:
     """Writes the drafter folder `out` (atomically; never over another one) and returns its plan's figures.
 
     `layers` are ascending numbers of the target's layers; `dtype` (float32, bfloat16, float16) casts, None keeps.
     Raises InputError as `plan_init` does, or where `out` holds something.
     """
-    plan = plan_init(target, layers, dtype)
+    plan = plan_init(target, layers, dtype, width)
     headers = read_headers(target.path)
+    old_shape = shape_of(read_json(target.path / "config.json")) if width else None
     by_file: dict[Path, list[tuple[str, str]]] = {}
     for new, old in plan["tensors"].items():
         by_file.setdefault(headers[old].file, []).append((new, old))
@@ -119,6 +142,9 @@ def init_drafter(target: ModelSource, out: Path, layers: list[int], dtype: str |
                 with safe_open(file, framework="pt") as source:
                     for new, old in pairs:
                         tensor = source.get_tensor(old)
+                        if width is not None and width.kept is not None and old_shape is not None:
+                            number = LAYER.fullmatch(old)
+                            tensor = narrow(tensor, old, int(number[2]) if number else None, width.kept, old_shape)
                         weights[new] = tensor.to(DTYPES[dtype]) if dtype else tensor
                         advance(1, "")
         save_file(weights, temp / "model.safetensors", metadata={"format": "pt"})
@@ -127,12 +153,50 @@ def init_drafter(target: ModelSource, out: Path, layers: list[int], dtype: str |
         if not (temp / "generation_config.json").is_file():
             ids = {k: v for k, v in plan["config"].items() if k in ("bos_token_id", "eos_token_id", "pad_token_id")}
             write_json(temp / "generation_config.json", ids)
-        made = {"step": "init", "target": target.name} | {k: plan[k] for k in ("layers", "of", "dtype", "parameters")}
+        made = {"step": "init", "target": target.name} | {
+            k: plan[k] for k in ("layers", "of", "width", "dtype", "parameters")
+        }
         write_json(temp / "pair.json", new_pair(target, made))
         write_card(temp, name=out.name)
     return {"drafter": str(out), "target": target.name} | {
         k: v for k, v in plan.items() if k not in ("config", "tensors")
     }
+
+
+def fit_budget(target: ModelSource, budget: int) -> tuple[list[int], Width | None]:
+    """The widest shape of which two layers keep within `budget` parameters, then as many evenly spaced layers as do.
+
+    Few wide layers rather than many narrow ones: a draft step's time goes by layers. Raises InputError where even
+    the narrowest is too large: the vocabulary's rows alone set a floor.
+    """
+    config = read_json(target.path / "config.json")
+    _require_known(target.name, config, read_headers(target.path))
+    of, old = int(config["num_hidden_layers"]), shape_of(config)
+    smallest = None
+    for shape in shapes_below(old, config["architectures"][0]):
+        width = None if shape == old else Width(shape)
+        fits: list[int] | None = None
+        for count in range(min(2, of), of + 1):
+            layers = spaced(count, of) if of > 1 else [0]
+            size = int(plan_init(target, layers, None, width)["parameters"])
+            smallest = min(smallest or size, size)
+            if size > budget:
+                break
+            fits = layers
+        if fits:
+            return fits, width
+    raise InputError(
+        f"params={budget}: two layers of the narrowest shape have {smallest} already, most of them vocabulary"
+    )
+
+
+def chosen_width(target: ModelSource, **sizes: int | None) -> Width | None:
+    """The width asked for by `narrower`'s keys, None where it is the target's. Raises InputError as that does."""
+    config = read_json(target.path / "config.json")
+    _require_known(target.name, config, read_headers(target.path))
+    old = shape_of(config)
+    shape = narrower(old, config["architectures"][0], **sizes)
+    return None if shape == old else Width(shape)
 
 
 def copy_companions(source: Path, goal: Path) -> None:
