@@ -23,8 +23,9 @@ from pairing.errors import InputError
 from pairing.files import new_folder, read_json, write_json
 from pairing.pair import new_pair
 from pairing.progress import bar
+from pairing.serving import text_config
 from pairing.source import TOKENIZER_FILES, ModelSource
-from pairing.weights import EMBEDDINGS, TensorInfo, read_headers
+from pairing.weights import EMBEDDINGS, TensorInfo, parameters, read_headers
 from pairing.width import Kept, Shape, narrow, narrow_config, narrow_shape, narrower, shape_of, shapes_below
 
 # Where each architecture keeps its layers. In none of them a layer needs to know its number.
@@ -42,6 +43,7 @@ LAYER = re.compile(r"((?:model\.|gpt_neox\.|model\.decoder\.)layers\.)(\d+)\.(.+
 WHOLE = re.compile(r"(embed_tokens|embed_in|embed_positions|norm|final_layer_norm)\.(weight|bias)")
 HEAD_NAMES = ("lm_head.weight", "embed_out.weight")
 LAYERWISE = ("layer_types",)
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 # buffers that old files carry; today's classes compute them
 SKIPPED = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -122,16 +124,23 @@ def plan_init(
 
 
 def init_drafter(
-    target: ModelSource, out: Path, layers: list[int], dtype: str | None = None, width: Width | None = None
+    target: ModelSource,
+    out: Path,
+    layers: list[int],
+    dtype: str | None = None,
+    width: Width | None = None,
+    chosen_by: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Writes the drafter folder `out` (atomically; never over another one) and returns its plan's figures.
 
     `layers` are ascending numbers of the target's layers; `dtype` (float32, bfloat16, float16) casts, None keeps.
+    `width` needs its `kept`. `chosen_by` goes into pair.json: on what text layers and channels were chosen.
     Raises InputError as `plan_init` does, or where `out` holds something.
     """
     plan = plan_init(target, layers, dtype, width)
     headers = read_headers(target.path)
     old_shape = shape_of(read_json(target.path / "config.json")) if width else None
+    assert width is None or width.kept is not None
     by_file: dict[Path, list[tuple[str, str]]] = {}
     for new, old in plan["tensors"].items():
         by_file.setdefault(headers[old].file, []).append((new, old))
@@ -151,16 +160,44 @@ def init_drafter(
         write_json(temp / "config.json", plan["config"])
         copy_companions(target.path, temp)
         if not (temp / "generation_config.json").is_file():
-            ids = {k: v for k, v in plan["config"].items() if k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            ids = {k: v for k, v in plan["config"].items() if k in SPECIAL}
             write_json(temp / "generation_config.json", ids)
         made = {"step": "init", "target": target.name} | {
             k: plan[k] for k in ("layers", "of", "width", "dtype", "parameters")
         }
+        made |= chosen_by or {}
         write_json(temp / "pair.json", new_pair(target, made))
         write_card(temp, name=out.name)
     return {"drafter": str(out), "target": target.name} | {
         k: v for k, v in plan.items() if k not in ("config", "tensors")
     }
+
+
+def init_from_config(target: ModelSource, out: Path, config: dict[str, Any], seed: int, dtype: str) -> dict[str, Any]:
+    """A drafter of `config` (a config.json) with random weights, the target's rows, tokenizer and special ids.
+
+    Raises InputError where transformers does not take the config or vLLM would not run it.
+    """
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    text = text_config(read_json(target.path / "config.json"))
+    config = config | {"vocab_size": text["vocab_size"], "dtype": dtype} | {k: text[k] for k in SPECIAL if k in text}
+    if reasons := draftable(config):
+        raise InputError(f"config: no drafter for vLLM: {'; '.join(reasons)}")
+    torch.manual_seed(seed)
+    try:
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(config))
+    except ValueError as e:
+        raise InputError(f"config: no causal LM ({str(e).splitlines()[0]})") from None
+    with new_folder(out) as temp:
+        model.to(DTYPES[dtype]).save_pretrained(temp)
+        copy_companions(target.path, temp)
+        made = {"step": "init", "target": target.name, "from": "config", "seed": seed, "dtype": dtype,
+                "parameters": parameters(read_headers(temp))}  # fmt: skip
+        write_json(temp / "pair.json", new_pair(target, made))
+        write_card(temp, name=out.name)
+        size = sum(t.bytes for t in read_headers(temp).values())
+    return {"drafter": str(out), "layers": model.config.num_hidden_layers, **made, "bytes": size}
 
 
 def fit_budget(target: ModelSource, budget: int) -> tuple[list[int], Width | None]:

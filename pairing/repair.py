@@ -15,13 +15,11 @@ from safetensors import safe_open
 from pairing.alignment import check_pair, read_side, summary, tokens_by_id
 from pairing.card import write_card
 from pairing.files import new_folder, write_json
-from pairing.init import copy_companions
+from pairing.init import SPECIAL, copy_companions
 from pairing.pair import new_pair, read_pair
 from pairing.rows import make_rows, row_sources, settle_padding
 from pairing.source import ModelSource
 from pairing.weights import TensorInfo, rewrite, vocabulary_tensors
-
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def plan_repair(target: ModelSource, drafter: ModelSource, quiet_padding: bool = False) -> dict[str, Any]:

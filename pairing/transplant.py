@@ -17,13 +17,12 @@ from pairing.card import write_card
 from pairing.engine import draftable
 from pairing.errors import InputError
 from pairing.files import new_folder, write_json, write_jsonl
-from pairing.init import copy_companions
+from pairing.init import SPECIAL, copy_companions
 from pairing.pair import new_pair
 from pairing.rows import make_rows, row_sources, special_ids
 from pairing.source import ModelSource
 from pairing.weights import parameters, rewrite, vocabulary_tensors
 
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 SOURCES = "row_sources.jsonl"
 
 
