@@ -57,7 +57,8 @@ def row_sources(target: Any, donor: Any, donor_rows: int, mapping: Mapping[str, 
     plain = {donor_surface(t): i for t, i in order if i not in donor_special}
     longest = max(map(len, plain), default=0)
     by_role = {role: getattr(donor, f"{role}_token_id", None) for role in ROLES}
-    roles = {getattr(target, f"{r}_token_id", None): by_role[r] for r in reversed(ROLES) if by_role[r] is not None}
+    have = set(theirs.values())  # a role's id may lie above the donor's rows
+    roles = {getattr(target, f"{r}_token_id", None): by_role[r] for r in reversed(ROLES) if by_role[r] in have}
     sources = {}
     for token, i in ours.items():
         if mapping and token in mapping:

@@ -150,3 +150,14 @@ def test_a_byte_that_the_donor_has_not() -> None:
     donor = tiny.tokenizer()
     assert row_sources(tiny.tokenizer(), donor, 100)[200] == Row("mean", ())
     assert row_sources(tiny.tokenizer(), donor, 272)[200] == Row("copied", (200,))
+
+
+def test_a_role_whose_id_has_no_row_is_no_source() -> None:
+    """D4: the donor's eos lies above its rows; its string is not the target's."""
+    donor = tiny.tokenizer()
+    donor.add_special_tokens({"eos_token": "<end>"})
+    assert donor.eos_token_id == 259
+    target = tiny.tokenizer()
+    target.add_special_tokens({"eos_token": "<stop>"})
+    assert row_sources(target, donor, 259)[259] == Row("mean", ())
+    assert row_sources(target, donor, 260)[259] == Row("role", (259,))
