@@ -181,7 +181,7 @@ def init_from_config(target: ModelSource, out: Path, config: dict[str, Any], see
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     text = text_config(read_json(target.path / "config.json"))
-    config = config | {"vocab_size": text["vocab_size"], "dtype": dtype} | {k: text[k] for k in SPECIAL if k in text}
+    config = with_vocabulary(config, text) | {"dtype": dtype}
     if reasons := draftable(config):
         raise InputError(f"config: no drafter for vLLM: {'; '.join(reasons)}")
     torch.manual_seed(seed)
@@ -234,6 +234,12 @@ def chosen_width(target: ModelSource, **sizes: int | None) -> Width | None:
     old = shape_of(config)
     shape = narrower(old, config["architectures"][0], **sizes)
     return None if shape == old else Width(shape)
+
+
+def with_vocabulary(config: dict[str, Any], target: dict[str, Any]) -> dict[str, Any]:
+    """`config` with the rows and special ids of the target's text config; ids that it leaves out are left out."""
+    own = {k: v for k, v in config.items() if k not in SPECIAL}
+    return own | {"vocab_size": target["vocab_size"]} | {k: target[k] for k in SPECIAL if k in target}
 
 
 def copy_companions(source: Path, goal: Path) -> None:

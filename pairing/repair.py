@@ -15,7 +15,7 @@ from safetensors import safe_open
 from pairing.alignment import check_pair, read_side, summary, tokens_by_id
 from pairing.card import write_card
 from pairing.files import new_folder, write_json
-from pairing.init import SPECIAL, copy_companions
+from pairing.init import SPECIAL, copy_companions, with_vocabulary
 from pairing.pair import new_pair, read_pair
 from pairing.rows import make_rows, row_sources, settle_padding
 from pairing.source import ModelSource
@@ -80,11 +80,11 @@ def repair(target: ModelSource, drafter: ModelSource, out: Path, quiet_padding: 
 
     with new_folder(out) as temp:
         rewrite(drafter.path, temp, plan["tensors"], mended)
-        config = d.config | {"vocab_size": rows} | {k: t.text[k] for k in SPECIAL if k in t.text}
+        config = with_vocabulary(d.config, t.text)
         write_json(temp / "config.json", config)
         copy_companions(target.path, temp)
         if not (temp / "generation_config.json").is_file():
-            write_json(temp / "generation_config.json", {k: v for k, v in config.items() if k in SPECIAL})
+            write_json(temp / "generation_config.json", {k: config[k] for k in SPECIAL if k in config})
         untrained = [row["id"] for row in plan["initialised"]]
         made = {"step": "repair", "of": drafter.name, "rows": plan["rows"], "mends": plan["mends"],
                 "initialised": plan["initialised"]}  # fmt: skip

@@ -17,7 +17,7 @@ from pairing.card import write_card
 from pairing.engine import draftable
 from pairing.errors import InputError
 from pairing.files import new_folder, write_json, write_jsonl
-from pairing.init import SPECIAL, copy_companions
+from pairing.init import SPECIAL, copy_companions, with_vocabulary
 from pairing.pair import new_pair
 from pairing.rows import make_rows, row_sources, special_ids
 from pairing.source import ModelSource
@@ -78,13 +78,11 @@ def transplant(
 
     with new_folder(out) as temp:
         rewrite(donor.path, temp, tensors, grafted)
-        config = (
-            d.config | {"vocab_size": rows} | dict.fromkeys(SPECIAL) | {k: t.text[k] for k in SPECIAL if k in t.text}
-        )
+        config = with_vocabulary(d.config, t.text)
         write_json(temp / "config.json", config)
         copy_companions(target.path, temp)
         if not (temp / "generation_config.json").is_file():
-            write_json(temp / "generation_config.json", {k: config[k] for k in SPECIAL if config[k] is not None})
+            write_json(temp / "generation_config.json", {k: config[k] for k in SPECIAL if k in config})
         write_jsonl(temp / SOURCES, listed)
         made = {"step": "transplant", "donor": donor.name, **plan, "mapping": dict(mapping or {})}
         pair = new_pair(target, made)

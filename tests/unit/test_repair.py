@@ -243,3 +243,29 @@ def test_the_plan_of_an_aligned_pair_is_empty(tmp_path: Path) -> None:
     assert not plan["needed"]
     assert plan["blocks"] == []
     assert plan["mends"] == []
+
+
+def test_a_target_that_names_no_ids_in_its_configs(tmp_path: Path) -> None:
+    """D3: the drafter's own ids don't stay behind, so that a second run has nothing to do."""
+    a, b = pair(tmp_path, drafter={"rows": 264})
+    (a / "generation_config.json").unlink()
+    for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        edit(a / "config.json", lambda v, key=key: v.pop(key))  # type: ignore[misc]
+    edit(b / "config.json", lambda v: v.update(eos_token_id=5))
+    write_json(b / "generation_config.json", {"eos_token_id": 5})
+    mend(a, b, tmp_path / "out")
+    assert "eos_token_id" not in read_json(tmp_path / "out" / "config.json")
+    assert read_json(tmp_path / "out" / "generation_config.json") == {}
+    assert not mend(a, tmp_path / "out", tmp_path / "two")["needed"]
+
+
+def test_assisted_generation_with_a_repaired_drafter(tmp_path: Path) -> None:
+    """D1: refused before, the target's own text after, and no draft beyond the real ids."""
+    a, b = pair(tmp_path, drafter={"rows": 264})
+    target, ids = load_model(a), torch.arange(3, 20)[None]
+    with pytest.raises(ValueError, match="different tokenizers"):
+        target.generate(ids, assistant_model=load_model(b), max_new_tokens=8, do_sample=False)
+    mend(a, b, tmp_path / "out")
+    plain = target.generate(ids, max_new_tokens=24, do_sample=False)
+    helped = target.generate(ids, assistant_model=load_model(tmp_path / "out"), max_new_tokens=24, do_sample=False)
+    assert torch.equal(plain, helped)
