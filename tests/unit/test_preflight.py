@@ -228,6 +228,19 @@ def test_numbers_of_the_caches() -> None:
     assert weight_bytes(packed, 2) == 110
 
 
+def test_both_models_are_counted() -> None:
+    """D9: memory planned for the target alone is the fault. float32 weights are served in 16 bit on CUDA."""
+    serving = Serving(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=100, num_speculative_tokens=4)
+    n = memory_numbers(model(1000), model(500, num_hidden_layers=1), CUDA, Memory(1000000, 900000), serving)
+    token = 2 * 2 * 16 * 2  # keys and values, 2 heads of 16, 2 bytes
+    assert (n["target_weights"], n["drafter_weights"]) == (2000, 1000)
+    assert n["kv_per_token"] == 4 * token + token
+    assert n["kv_one_request"] == 5 * token * 104
+    assert n["work"] == 2 * 4 * 1000 * 10
+    assert n["kv_space"] == 900000 - 3000 - 80000
+    assert n["kv_tokens"] == (900000 - 3000 - 80000) // (5 * token)
+
+
 def test_cpu_back_end_takes_its_cache_from_the_environment() -> None:
     """1 GiB of cache that the machine has not; and one that is too small for a request."""
     serving = Serving(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=2048, kv_cache_gib=1)
