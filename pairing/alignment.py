@@ -14,11 +14,13 @@ from typing import Any
 
 from pairing.files import read_json
 from pairing.finding import LEVELS, ONE_VOCABULARY, USERS, Finding
+from pairing.rows import special_ids
 from pairing.serving import compare_context, context, engine_findings, overridden, shard_findings, text_config
 from pairing.source import ModelSource, load_tokenizer, require_causal
 from pairing.weights import EMBEDDINGS, HEADS, PACKED, TensorInfo, find, read_headers
 
 SHOWN = 3  # differing ids that a finding spells out
+MARKER = "xyzzy"  # an answer that no template writes by itself
 ADDED_TRIED = 256
 RUN = 64
 
@@ -281,6 +283,17 @@ def compare_special_ids(target: Side, drafter: Side) -> list[Finding]:
                 "name all ids in eos_token_id of the target's generation_config.json",
             )
         )
+    ending = turn_end(target.tokenizer)
+    if ending is not None and t["eos"] and ending not in t["eos"]:
+        findings.append(
+            Finding(
+                "warns",
+                f"the target's template ends a turn with {target.tokenizer.convert_ids_to_tokens(ending)!r} (id {ending}), "
+                f"its eos ids are {sorted(t['eos'])}: answers run on past their end",
+                "special ids",
+                "name that id too in eos_token_id of the target's generation_config.json",
+            )
+        )
     t_special, d_special = set(target.tokenizer.all_special_ids), set(drafter.tokenizer.all_special_ids)
     if t_special != d_special:
         findings.append(
@@ -301,6 +314,17 @@ def resolved_ids(side: Side) -> dict[str, set[int]]:
         role: _ids(getattr(side.tokenizer, f"{role}_token_id", None)) | _ids(rest.get(f"{role}_token_id"))
         for role in ("eos", "bos", "pad", "unk")
     }
+
+
+def turn_end(tokenizer: Any) -> int | None:
+    """The first special id after an assistant's turn as the template renders it; None where there is none."""
+    if not tokenizer.chat_template:
+        return None
+    turn = _render(tokenizer, [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": MARKER}], False)
+    _, found, rest = turn.rpartition(MARKER)
+    special = special_ids(tokenizer)
+    ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if found else []
+    return next((int(i) for i in ids if i in special), None)
 
 
 def _ids(value: Any) -> set[int]:

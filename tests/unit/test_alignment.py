@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pairing import serving
+from pairing import alignment, serving
 from pairing.alignment import check_pair, summary
 from pairing.engine import Engine
 from pairing.errors import InputError
@@ -201,6 +201,21 @@ def test_other_ends_warn_and_do_not_block(tmp_path: Path) -> None:
     edit(b / "generation_config.json", lambda v: v.update(eos_token_id=0))
     (finding,) = found(report(a, b), "special ids", "warns")
     assert "the target's tokenizer ends with [2], its generation config with [0]" in finding["what"]
+
+
+def test_a_template_that_ends_turns_with_no_eos(tmp_path: Path) -> None:
+    """D3: the template's own end of a turn is not among the ids that stop an answer."""
+    a, b = pair(tmp_path)
+    assert alignment.turn_end(tiny.tokenizer()) == 2
+    for folder in (a, b):
+        (folder / "chat_template.jinja").write_text(tiny.CHATML.replace("<|im_end|>", "<|endoftext|>"))
+    rep = report(a, b)
+    assert rep["aligned"]
+    (finding,) = found(rep, "special ids", "warns")
+    assert "ends a turn with '<|endoftext|>' (id 0), its eos ids are [2]" in finding["what"]
+    for folder in (a, b):
+        write_json(folder / "generation_config.json", {"eos_token_id": [2, 0]})
+    assert not found(report(a, b), "special ids", "warns")
 
 
 def test_another_bos_flag_warns(tmp_path: Path) -> None:
