@@ -15,7 +15,7 @@ from typing import Any
 from pairing.files import read_json
 from pairing.finding import LEVELS, ONE_VOCABULARY, USERS, Finding
 from pairing.rows import special_ids
-from pairing.serving import compare_context, context, engine_findings, overridden, shard_findings, text_config
+from pairing.serving import compare_context, context, engine_findings, overridden, shard_findings, stateful, text_config
 from pairing.source import ModelSource, load_tokenizer, require_causal
 from pairing.weights import EMBEDDINGS, HEADS, PACKED, TensorInfo, find, read_headers
 
@@ -136,14 +136,17 @@ def check_pair(
             "drafter_rows": d.text.get("vocab_size"),
             "max_model_len": min(lengths) if lengths else None,
         },
-        "needs": needs(findings, t.text.get("vocab_size") == d.text.get("vocab_size")),
+        "needs": needs(findings, t.text.get("vocab_size") == d.text.get("vocab_size"), stateful(t.config)),
         "repair": command,
         "findings": [asdict(f) | {"stops": list(f.stops)} for f in findings],
     }
 
 
-def needs(findings: Sequence[Finding], equal_rows: bool) -> dict[str, dict[str, Any]]:
-    """For each of `USERS`: {"runs", "because"}, the findings that stop it, or what it asks for where it runs."""
+def needs(findings: Sequence[Finding], equal_rows: bool, stateful_target: bool) -> dict[str, dict[str, Any]]:
+    """For each of `USERS`: {"runs", "because"}, the findings that stop it, or what it asks for where it runs.
+
+    The two refusals beside the findings are transformers' own (`_validate_generation_mode`, 5.19).
+    """
     asks = {
         "vllm": "equal vocab_size in both configs; ids are taken over as they are",
         "transformers": "generate(assistant_model=…) without tokenizers",
@@ -155,6 +158,10 @@ def needs(findings: Sequence[Finding], equal_rows: bool) -> dict[str, dict[str, 
         grave = [f.what for f in findings if f.level in ("blocks", "repairable") and user in f.stops]
         if user == "universal" and equal_rows:
             grave.append("transformers refuses two tokenizers where both configs have one vocab_size")
+        if user in ("transformers", "universal") and stateful_target:
+            grave.append(
+                "transformers does not assist a target that keeps a state: it cannot be cut back to what was accepted"
+            )
         result[user] = {"runs": not grave, "because": grave or [asks[user]]}
     return result
 

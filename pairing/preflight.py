@@ -315,6 +315,11 @@ def length_findings(target: Model, drafter: Model, serving: Serving) -> list[Fin
     d = context(text_config(drafter.config))
     length = served_length(target, drafter, serving)
     findings = []
+    own = serving.speculative_config.get("max_model_len")
+    limits = [n for n in (d, length) if n is not None]
+    if isinstance(own, int) and limits and own > min(limits):
+        what = f"max_model_len {own} in --speculative-config is more than the {min(limits)} that both models take"
+        findings.append(_stop(what, "context", f"leave it out, or set it to {min(limits)}"))
     if t is not None and serving.max_model_len is not None and serving.max_model_len > t:
         what = f"--max-model-len {serving.max_model_len} is more than the target's {t} positions"
         findings.append(_stop(what, "context", f"serve with `--max-model-len {min(t, d or t)}`"))

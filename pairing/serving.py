@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pairing.engine import bitsandbytes_advice, draftable, engine, layer_kinds
+from pairing.engine import ATTENTION, bitsandbytes_advice, draftable, engine, layer_kinds
 from pairing.finding import Finding
 
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
@@ -106,6 +106,14 @@ def _rope_words(rope: Mapping[str, Any]) -> str:
     return "none" if kind == "default" and not rope.get("factor") else f"{kind} by {rope.get('factor', 1)}"
 
 
+def stateful(config: Mapping[str, Any]) -> bool:
+    """Whether some layer keeps a state in place of keys and values; False where transformers does not know the type."""
+    try:
+        return any(kind not in ATTENTION for kind in layer_kinds(dict(config)))
+    except ValueError:
+        return False
+
+
 def shard_findings(config: Mapping[str, Any], role: str, tensor_parallel_size: int) -> list[Finding]:
     """What does not divide over `tensor_parallel_size` devices. The drafter is split as the target is."""
     n = tensor_parallel_size
@@ -177,7 +185,17 @@ def engine_findings(target: Mapping[str, Any], drafter: Mapping[str, Any]) -> li
     except ValueError as e:
         kinds = []
         findings.append(Finding("warns", f"the target's {e}", "layers", "update transformers"))
-    if len(set(kinds)) > 1:
+    if other := sorted({kind for kind in kinds if kind not in ATTENTION}):
+        findings.append(
+            Finding(
+                "warns",
+                f"the target has layers that are no attention ({', '.join(other)}): we know of no vLLM that was tried "
+                "with a draft model beside them",
+                "layers",
+                "start the pair once before training (`draftsmith serve`)",
+            )
+        )
+    elif len(set(kinds)) > 1:
         findings.append(
             Finding(
                 "warns",

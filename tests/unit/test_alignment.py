@@ -365,6 +365,10 @@ def test_what_each_user_needs_is_said_apart(tmp_path: Path) -> None:
     assert runs == {"vllm": False, "transformers": True, "universal": False, "training": True}
     write_json(b / "config.json", gemma | {"model_type": "mamba", "num_hidden_layers": 2})
     assert not report(a, b)["needs"]["transformers"]["runs"]
+    turned = report(b, a)  # the other way round: the target keeps a state
+    assert [turned["needs"][user]["runs"] for user in ("transformers", "training")] == [False, True]
+    assert "keeps a state" in turned["needs"]["transformers"]["because"][0]
+    assert "no attention (linear_attention)" in found(turned, "layers", "warns")[0]["what"]
 
 
 def test_transformers_agrees_about_two_tokenizers(tmp_path: Path) -> None:

@@ -99,6 +99,14 @@ def test_overrides_lengthen_the_target_only() -> None:
     assert "more than the target's 2048" in finding.what
 
 
+def test_the_drafts_own_length() -> None:
+    """D6: vLLM refuses one that is longer than either model's."""
+    serving = Serving(max_model_len=512, max_num_seqs=8, speculative_config={"max_model_len": 513})
+    (finding,) = blocks(fly(serving), "context")
+    assert "more than the 512 that both models take" in finding.what
+    assert not blocks(fly(replace(serving, speculative_config={"max_model_len": 256})), "context")
+
+
 # D8
 
 
