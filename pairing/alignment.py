@@ -1,23 +1,26 @@
 """Whether a target and a drafter fit: token by token, row by row, and what each misfit means and how to mend it.
 
-Levels of a finding: "blocks" (the pair cannot run, or runs with wrong tokens), "repairable" (it does not run as it is,
-and a mechanical repair exists), "warns" (it runs; something costs or surprises), "info". Aligned means that nothing
-blocks and nothing needs repair. Weights are never read: rows come from the safetensors headers.
+Aligned means that nothing blocks and nothing needs repair. Weights are never read: rows come from the safetensors
+headers. docs/check.md describes the report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from pairing.engine import bitsandbytes_advice, draftable, engine, layer_kinds
 from pairing.files import read_json
-from pairing.source import ModelSource, load_tokenizer
-from pairing.weights import EMBEDDINGS, HEADS, TensorInfo, find, read_headers
+from pairing.finding import LEVELS, ONE_VOCABULARY, USERS, Finding
+from pairing.rows import special_ids
+from pairing.serving import compare_context, context, engine_findings, overridden, shard_findings, stateful, text_config
+from pairing.source import ModelSource, load_tokenizer, require_causal
+from pairing.weights import EMBEDDINGS, HEADS, PACKED, TensorInfo, find, read_headers
 
-LEVELS = ("blocks", "repairable", "warns", "info")
 SHOWN = 3  # differing ids that a finding spells out
+MARKER = "xyzzy"  # an answer that no template writes by itself
 ADDED_TRIED = 256
 RUN = 64
 
@@ -50,18 +53,11 @@ TALKS: tuple[list[dict[str, str]], ...] = (
 
 
 @dataclass(frozen=True)
-class Finding:
-    level: str  # one of LEVELS
-    what: str  # the fact, in one line
-    where: str  # the part that was compared: tokens, rows, special ids, template, …
-    fix: str  # what to do; "" where nothing needs doing
-
-
-@dataclass(frozen=True)
 class Side:
     """One model of the pair, with what the comparisons need."""
 
     name: str
+    path_like: bool  # the name is a folder, not a hub id
     config: dict[str, Any]
     tokenizer: Any
     generation: dict[str, Any]
@@ -69,29 +65,41 @@ class Side:
 
     @property
     def text(self) -> dict[str, Any]:
-        """The language model's part of a multimodal config; the config itself otherwise."""
-        return dict(self.config.get("text_config", self.config))
+        return text_config(self.config)
 
 
 def read_side(source: ModelSource) -> Side:
-    """Raises InputError where a part does not load (a corrupt tokenizer, torn weights)."""
+    """Raises InputError where a part does not load (a corrupt tokenizer, torn weights) or the model writes no text."""
     generation = source.path / "generation_config.json"
+    config = read_json(source.path / "config.json")
+    require_causal(config, source.name)
     return Side(
         source.name,
-        read_json(source.path / "config.json"),
+        Path(source.name).exists(),
+        config,
         load_tokenizer(source.path),
         read_json(generation) if generation.is_file() else {},
         read_headers(source.path),
     )
 
 
-def check_pair(target: ModelSource, drafter: ModelSource) -> dict[str, Any]:
-    """The alignment report: {"aligned", "verdict", "target", "drafter", "facts", "findings"}, JSON as it stands.
+def check_pair(
+    target: ModelSource,
+    drafter: ModelSource,
+    *,
+    hf_overrides: Mapping[str, Any] | None = None,
+    tensor_parallel_size: int = 1,
+) -> dict[str, Any]:
+    """The alignment report, JSON as it stands: "aligned", "verdict", "target", "drafter", "facts", "needs", "repair",
+    "findings".
 
     "findings" are `Finding` dicts, the gravest first. "facts" holds the counts that other parts use: "highest_id",
-    "target_rows", "drafter_rows", "max_model_len" (what both can take; None where neither says).
+    "target_rows", "drafter_rows", "max_model_len" (what both can take; None where neither says). "needs" says for each
+    of `USERS` whether the pair runs there, and what stops it. "repair" is the command that mends it, where one does.
+    `hf_overrides` are those that the target is served with: vLLM does not hand them on to the drafter.
     """
     t, d = read_side(target), read_side(drafter)
+    t = replace(t, config=overridden(t.config, hf_overrides))
     t_tokens, d_tokens = tokens_by_id(t.tokenizer), tokens_by_id(d.tokenizer)
     token_findings = compare_tokens(t_tokens, d_tokens)
     same = not any(f.level == "blocks" for f in token_findings)
@@ -103,11 +111,19 @@ def check_pair(target: ModelSource, drafter: ModelSource) -> dict[str, Any]:
         *compare_special_ids(t, d),
         *(compare_segmentation(t.tokenizer, d.tokenizer) if same else []),
         *compare_templates(t.tokenizer, d.tokenizer),
-        *compare_context(t.text, d.text),
-        *engine_findings(t, d),
+        *compare_context(t.text, d.text, hf_overrides),
+        *engine_findings(t.config, d.config),
+        *shard_findings(t.config, "target", tensor_parallel_size),
+        *shard_findings(d.config, "drafter", tensor_parallel_size),
     ]
     findings.sort(key=lambda f: LEVELS.index(f.level))
     aligned = not any(f.level in ("blocks", "repairable") for f in findings)
+    command = None
+    if any(f.repair for f in findings) and not any(f.level == "blocks" for f in findings):
+        name = d.name.rstrip("/")
+        out = f"{name if d.path_like else name.split('/')[-1]}-repaired"
+        command = shlex.join(["draftsmith", "repair", t.name, d.name, f"out={out}"])
+        findings = [replace(f, fix=f"`{command}`: {f.fix}") if f.repair else f for f in findings]
     lengths = [n for n in (context(t.text), context(d.text)) if n is not None]
     return {
         "aligned": aligned,
@@ -120,8 +136,34 @@ def check_pair(target: ModelSource, drafter: ModelSource) -> dict[str, Any]:
             "drafter_rows": d.text.get("vocab_size"),
             "max_model_len": min(lengths) if lengths else None,
         },
-        "findings": [asdict(f) for f in findings],
+        "needs": needs(findings, t.text.get("vocab_size") == d.text.get("vocab_size"), stateful(t.config)),
+        "repair": command,
+        "findings": [asdict(f) | {"stops": list(f.stops)} for f in findings],
     }
+
+
+def needs(findings: Sequence[Finding], equal_rows: bool, stateful_target: bool) -> dict[str, dict[str, Any]]:
+    """For each of `USERS`: {"runs", "because"}, the findings that stop it, or what it asks for where it runs.
+
+    The two refusals beside the findings are transformers' own (`_validate_generation_mode`, 5.19).
+    """
+    asks = {
+        "vllm": "equal vocab_size in both configs; ids are taken over as they are",
+        "transformers": "generate(assistant_model=…) without tokenizers",
+        "universal": "generate(assistant_model=…, tokenizer=…, assistant_tokenizer=…)",
+        "training": "the target's tokenizer, template and rows",
+    }
+    result = {}
+    for user in USERS:
+        grave = [f.what for f in findings if f.level in ("blocks", "repairable") and user in f.stops]
+        if user == "universal" and equal_rows:
+            grave.append("transformers refuses two tokenizers where both configs have one vocab_size")
+        if user in ("transformers", "universal") and stateful_target:
+            grave.append(
+                "transformers does not assist a target that keeps a state: it cannot be cut back to what was accepted"
+            )
+        result[user] = {"runs": not grave, "because": grave or [asks[user]]}
+    return result
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
@@ -174,6 +216,7 @@ def compare_tokens(target: dict[int, str], drafter: dict[int, str]) -> list[Find
                 "tokens",
                 "choose or make a drafter with the target's tokenizer (`draftsmith init`); "
                 "equal sizes do not make equal vocabularies",
+                stops=ONE_VOCABULARY,
             )
         )
     if lacks:
@@ -183,7 +226,9 @@ def compare_tokens(target: dict[int, str], drafter: dict[int, str]) -> list[Find
                 "repairable",
                 f"the drafter's tokenizer lacks {len(lacks)} of the target's ids: {shown}",
                 "tokens",
-                "copy the target's tokenizer into the drafter and train these rows: it has never seen them",
+                "copies the target's tokenizer and initialises these rows; train them: the drafter has never seen them",
+                repair=True,
+                stops=ONE_VOCABULARY,
             )
         )
     if extra:
@@ -193,7 +238,8 @@ def compare_tokens(target: dict[int, str], drafter: dict[int, str]) -> list[Find
                 "warns",
                 f"the drafter's tokenizer has {len(extra)} ids that the target's has not: {shown}",
                 "tokens",
-                "copy the target's tokenizer into the drafter; a proposal of such an id is always rejected",
+                "copies the target's tokenizer; a proposal of such an id is always rejected",
+                repair=True,
             )
         )
     if not differ and not lacks:
@@ -220,7 +266,8 @@ def compare_special_ids(target: Side, drafter: Side) -> list[Finding]:
                     "info" if role in ("pad", "unk") else "warns",
                     f"{role} ids are {sorted(t[role])} in the target, {sorted(d[role])} in the drafter",
                     "special ids",
-                    "copy the target's tokenizer_config.json and generation_config.json into the drafter",
+                    "copies the target's tokenizer and generation config",
+                    repair=role not in ("pad", "unk"),
                 )
             )
     if not t["eos"]:
@@ -243,6 +290,17 @@ def compare_special_ids(target: Side, drafter: Side) -> list[Finding]:
                 "name all ids in eos_token_id of the target's generation_config.json",
             )
         )
+    ending = turn_end(target.tokenizer)
+    if ending is not None and t["eos"] and ending not in t["eos"]:
+        findings.append(
+            Finding(
+                "warns",
+                f"the target's template ends a turn with {target.tokenizer.convert_ids_to_tokens(ending)!r} (id {ending}), "
+                f"its eos ids are {sorted(t['eos'])}: answers run on past their end",
+                "special ids",
+                "name that id too in eos_token_id of the target's generation_config.json",
+            )
+        )
     t_special, d_special = set(target.tokenizer.all_special_ids), set(drafter.tokenizer.all_special_ids)
     if t_special != d_special:
         findings.append(
@@ -250,7 +308,7 @@ def compare_special_ids(target: Side, drafter: Side) -> list[Finding]:
                 "info",
                 f"ids special on one side only: {sorted(t_special ^ d_special)[:SHOWN]}",
                 "special ids",
-                "copy the target's tokenizer into the drafter",
+                "",
             )
         )
     return findings
@@ -263,6 +321,17 @@ def resolved_ids(side: Side) -> dict[str, set[int]]:
         role: _ids(getattr(side.tokenizer, f"{role}_token_id", None)) | _ids(rest.get(f"{role}_token_id"))
         for role in ("eos", "bos", "pad", "unk")
     }
+
+
+def turn_end(tokenizer: Any) -> int | None:
+    """The first special id after an assistant's turn as the template renders it; None where there is none."""
+    if not tokenizer.chat_template:
+        return None
+    turn = _render(tokenizer, [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": MARKER}], False)
+    _, found, rest = turn.rpartition(MARKER)
+    special = special_ids(tokenizer)
+    ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if found else []
+    return next((int(i) for i in ids if i in special), None)
 
 
 def _ids(value: Any) -> set[int]:
@@ -279,11 +348,9 @@ def compare_segmentation(target: Any, drafter: Any) -> list[Finding]:
     ids = sorted(tokens_by_id(target))
     runs = [target.decode(ids[i : i + RUN]) for i in range(0, len(ids), RUN)]
     texts = [*TEXTS, *(f"a{token} b {token}c" for token in added), *runs]
-    differ = []
-    for text in texts:
-        a, b = (list(tok(text, add_special_tokens=False)["input_ids"]) for tok in (target, drafter))
-        if a != b:
-            differ.append((text, a, b))
+    # in one call each: on a large vocabulary the runs are thousands
+    cuts = [tok(texts, add_special_tokens=False)["input_ids"] for tok in (target, drafter)]
+    differ = [(text, list(a), list(b)) for text, a, b in zip(texts, *cuts, strict=True) if list(a) != list(b)]
     if differ:
         text, a, b = differ[0]
         at = _first_difference(a, b)
@@ -291,7 +358,8 @@ def compare_segmentation(target: Any, drafter: Any) -> list[Finding]:
             f"{len(differ)} of {len(texts)} texts are cut differently, first {text[:40]!r}: "
             f"from token {at} on {a[at : at + 6]} in the target, {b[at : at + 6]} in the drafter"
         )
-        return [Finding("repairable", what, "segmentation", "copy the target's tokenizer files into the drafter")]
+        # nobody is stopped: all of them cut texts with the target's tokenizer, and the ids mean the same
+        return [Finding("repairable", what, "segmentation", "copies the target's tokenizer", repair=True, stops=())]
     a, b = (list(tok("a")["input_ids"]) for tok in (target, drafter))
     if a != b:
         what = f"the tokenizers add other special tokens: 'a' is {a} in the target, {b} in the drafter"
@@ -308,9 +376,9 @@ def compare_templates(target: Any, drafter: Any) -> list[Finding]:
     """The same conversations rendered by both templates; what they render counts, not how they are written."""
     if not target.chat_template:
         return [Finding("info", "the target has no chat template", "template", "")]
-    copy = "none needed to serve (the target's template is used); copy it into the drafter"
+    copy = "copies the target's template; serving uses the target's in any case"
     if not drafter.chat_template:
-        return [Finding("warns", "the drafter has no chat template, the target has one", "template", copy)]
+        return [Finding("warns", "the drafter has no chat template, the target has one", "template", copy, repair=True)]
     for talk in TALKS:
         for prompt in (False, True):
             a, b = (_render(tok, talk, prompt) for tok in (target, drafter))
@@ -320,7 +388,7 @@ def compare_templates(target: Any, drafter: Any) -> list[Finding]:
                     f"the chat templates differ on a conversation of {len(talk)} messages, from character {at}: "
                     f"{a[at : at + 30]!r} in the target, {b[at : at + 30]!r} in the drafter"
                 )
-                return [Finding("warns", what, "template", copy)]
+                return [Finding("warns", what, "template", copy, repair=True)]
     return [Finding("info", f"{len(TALKS)} conversations are rendered alike", "template", "")]
 
 
@@ -354,12 +422,16 @@ def compare_rows(target: Side, drafter: Side, target_highest: int, drafter_highe
                     )
                 )
         if rows is None or highest >= rows:
+            mends = role == "drafter" and rows is not None and same and target_highest < int(target.text["vocab_size"])
             findings.append(
                 Finding(
-                    "blocks",
+                    "repairable" if mends else "blocks",
                     f"id {highest} is in use and the {role} has {rows} rows only",
                     "rows",
-                    f"give the {role} at least {highest + 1} rows, trained ones",
+                    "adds the rows; train those of real tokens"
+                    if mends
+                    else f"give the {role} at least {highest + 1} rows, trained ones",
+                    repair=mends,
                 )
             )
     if findings:
@@ -368,14 +440,17 @@ def compare_rows(target: Side, drafter: Side, target_highest: int, drafter_highe
     if t == d:
         return [Finding("info", f"{t} rows on both sides, {t - target_highest - 1} above the ids in use", "rows", "")]
     if not same:
-        return [Finding("blocks", f"the target has {t} rows, the drafter {d}", "rows", "see the tokens above")]
+        what = f"the target has {t} rows, the drafter {d}"
+        return [Finding("blocks", what, "rows", "see the tokens above", stops=ONE_VOCABULARY)]
     return [
         Finding(
             "repairable",
             f"same tokenizer, padding differs: the target has {t} rows, the drafter {d}; ids end at {target_highest}",
             "rows",
-            f"{'pad' if d < t else 'cut'} the drafter's embedding and head to {t} rows, the others as they are, "
-            "and set its vocab_size; or make a drafter by `draftsmith init`",
+            f"{'pads' if d < t else 'cuts'} the drafter's embedding and head to {t} rows, the others as they are; "
+            "or make a drafter by `draftsmith init`",
+            repair=True,
+            stops=ONE_VOCABULARY,
         )
     ]
 
@@ -395,6 +470,7 @@ def head_findings(side: Side, role: str) -> list[Finding]:
                 f"the {role}'s head is quantized ({head.dtype}); vLLM reads heads in 16 or 32 bit",
                 "head",
                 "quantize it again without the head (`draftsmith quantize`)",
+                stops=("vllm",),
             )
         ]
     if tied and head is not None:
@@ -419,73 +495,4 @@ def head_findings(side: Side, role: str) -> list[Finding]:
 
 
 def _packed(info: TensorInfo) -> bool:
-    return info.dtype in ("U8", "I8", "I32")
-
-
-# Serving
-
-
-def context(config: dict[str, Any]) -> int | None:
-    """Positions the model takes, as vLLM counts them: linear and dynamic scaling of the rotary positions multiply.
-
-    The other types (yarn, llama3, longrope) write the scaled length as max_position_embeddings already.
-    """
-    length = config.get("max_position_embeddings") or config.get("n_positions")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    scaled = rope.get("rope_type", rope.get("type")) in ("linear", "dynamic")
-    return int(length * float(rope.get("factor") or 1 if scaled else 1)) if length else None
-
-
-def compare_context(target: dict[str, Any], drafter: dict[str, Any]) -> list[Finding]:
-    """D6: past the drafter's last position vLLM fails or drafts noise, so both must be held to the shorter one."""
-    t, d = context(target), context(drafter)
-    if t is None or d is None:
-        return []
-    if d < t:
-        return [
-            Finding(
-                "warns",
-                f"the drafter takes {d} positions, the target {t}",
-                "context",
-                f"serve with `--max-model-len {d}`: prompt and answer together then end at {d} tokens, not at {t}",
-            )
-        ]
-    return [Finding("info", f"the target takes {t} positions, the drafter {d}", "context", "")]
-
-
-def engine_findings(target: Side, drafter: Side) -> list[Finding]:
-    """What vLLM would refuse or do differently with this pair (faults D7, D8, D18)."""
-    findings = [
-        Finding("blocks", f"no drafter for vLLM: {reason}", "layers", "choose layers of one kind, or another drafter")
-        for reason in draftable(drafter.config)
-    ]
-    if "vision_config" in target.config or "audio_config" in target.config:
-        findings.append(
-            Finding(
-                "warns",
-                "the target is multimodal: vLLM drafts from its text only",
-                "layers",
-                "measure on text requests; expect little on the others",
-            )
-        )
-    try:
-        kinds = layer_kinds(target.config)
-    except ValueError as e:
-        kinds = []
-        findings.append(Finding("warns", f"the target's {e}", "layers", "update transformers"))
-    if len(set(kinds)) > 1:
-        findings.append(
-            Finding(
-                "warns",
-                f"the target mixes layer types ({', '.join(sorted(set(kinds)))}): vLLM may split the drafter's layers "
-                "over several KV-cache groups and refuse to start",
-                "layers",
-                "start the pair once before training (`draftsmith serve`)",
-            )
-        )
-    quantized = drafter.config.get("quantization_config") or {}
-    if quantized.get("quant_method") == "bitsandbytes" and (found := engine()):
-        advice = bitsandbytes_advice(found.version, found.bitsandbytes_plugin)
-        if advice:
-            findings.append(Finding("warns", "this vLLM does not read the 4-bit drafter yet", "engine", advice))
-    return findings
+    return info.dtype in PACKED

@@ -143,12 +143,45 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, **kwargs: Any) 
 
 
 def load_tokenizer(folder: Path) -> Any:
+    """The fast tokenizer in `folder`: vocabularies, cuts and byte forms are read from its tokenizer.json's parts."""
     from transformers import AutoTokenizer
 
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise InputError(f"{folder}: no tokenizer in that folder: copy tokenizer.json and tokenizer_config.json there")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as e:  # tokenizers raises plain Exception on a corrupt tokenizer.json
         raise InputError(f"{folder}: its tokenizer does not load ({str(e).splitlines()[0]})") from e
+    if not tokenizer.is_fast:
+        raise InputError(
+            f"{folder}: only a slow (Python) tokenizer, {type(tokenizer).__name__}: "
+            "save it with a tokenizer.json (transformers' convert_slow_tokenizer)"
+        )
+    return tokenizer
+
+
+def require_causal(config: dict[str, Any], name: str) -> None:
+    """Raises InputError where config.json is of a model that does not continue text, such as an encoder.
+
+    A type that transformers does not know is left to those who run it.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    known = [
+        *(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()),
+        *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items(),
+    ]
+    classes = {c for _, value in known for c in ([value] if isinstance(value, str) else value)}
+    architectures = config.get("architectures") or []
+    if architectures:
+        every = (v for n in dir(auto) if n.endswith("_MAPPING_NAMES") for v in getattr(auto, n).values())
+        named = {c for value in every for c in ([value] if isinstance(value, str) else value or [])}
+        wrong = architectures[0] in named and architectures[0] not in classes
+    else:
+        wrong = config.get("model_type") in auto.MODEL_MAPPING_NAMES and config["model_type"] not in dict(known)
+    if wrong:
+        what = architectures[0] if architectures else config["model_type"]
+        raise InputError(f"{name}: a {what} is no causal LM: give a model that continues text")
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -1,18 +1,26 @@
-"""The tensors of a model folder by name, dtype and shape, from the safetensors headers alone: no weight is read."""
+"""The tensors of a model folder by name, dtype and shape, from the safetensors headers alone; and copies of its files with
+some tensors changed, which read one file at a time."""
 
 from __future__ import annotations
 
 import json
 import math
 import struct
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
 from pairing.errors import InputError
-from pairing.files import read_json
+from pairing.files import read_json, write_json
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 HEADS = ("lm_head.weight", "embed_out.weight")
+VOCABULARY = (*EMBEDDINGS, *HEADS, "lm_head.bias")  # endings of the tensors that have a row per id
+PACKED = ("U8", "I8", "I32")  # types of 4- and 8-bit weights; the values of their rows cannot be had one by one
 
 
 @dataclass(frozen=True)
@@ -84,3 +92,29 @@ def find(tensors: dict[str, TensorInfo], endings: tuple[str, ...]) -> TensorInfo
 def parameters(tensors: dict[str, TensorInfo]) -> int:
     """Stored values, each tensor once. Of packed 4-bit weights these are bytes, not parameters."""
     return sum(math.prod(t.shape) for t in tensors.values())
+
+
+def vocabulary_tensors(tensors: dict[str, TensorInfo], name: str) -> dict[str, TensorInfo]:
+    """Those with a row per id. Raises InputError where they are quantized; `name` is the model's."""
+    found = {key: info for key, info in tensors.items() if key.endswith(VOCABULARY)}
+    for key, info in found.items():
+        if info.dtype in PACKED:
+            raise InputError(
+                f"{name}: {key} is quantized ({info.dtype}): take the 16-bit model and quantize the result"
+            )
+    return found
+
+
+def rewrite(source: Path, goal: Path, names: Collection[str], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Writes the weight files of `source` to `goal` under the same names, the tensors `names` as `change` makes them."""
+    for file in weight_files(source):
+        with safe_open(file, framework="pt") as f:
+            weights = {key: f.get_tensor(key) for key in f.offset_keys()}
+        weights |= {key: change(weights[key]) for key in names if key in weights}
+        save_file(weights, goal / file.name, metadata={"format": "pt"})
+    index = source / "model.safetensors.index.json"
+    if index.is_file():
+        value = read_json(index)
+        write_json(goal / index.name, value)  # the headers are found by it
+        value.setdefault("metadata", {})["total_size"] = sum(t.bytes for t in read_headers(goal).values())
+        write_json(goal / index.name, value)

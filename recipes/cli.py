@@ -7,7 +7,8 @@ import sys
 
 VERBS = {
     "check": "prove that a target and a drafter fit: tokens, rows, special ids, templates, context",
-    "init": "make an untrained drafter from the target's own layers",
+    "repair": "mend a drafter that nearly fits: rows, tokenizer, template, special ids, into a new folder",
+    "init": "make an untrained drafter: from the target, from a donor of another vocabulary, or from a config",
     "generate": "let the target answer prompts, and record its distribution",
     "distill": "train the drafter on the target's distribution (also: accelerate launch recipes/distill.py)",
     "quantize": "write a 4-bit copy of a drafter, reloaded and checked",

@@ -1,7 +1,10 @@
-"""Makes an untrained drafter from the target's own layers.
+"""Makes an untrained drafter: from the target's own layers and channels, from a donor, or from a config.
 
 draftsmith init target=HuggingFaceTB/SmolLM2-135M-Instruct layers=[0,1,14,28,29] out=runs/drafter
 python recipes/init.py target=./my-target count=4 out=./drafter dtype=bfloat16
+draftsmith init target=./my-target count=4 by=influence ffn=1024 heads=6 answers=runs/answers out=./drafter
+draftsmith init target=./my-target params=30M answers=runs/answers out=./drafter
+draftsmith init target=./my-target donor=./other-family-small map={"<|im_end|>": "</s>"} out=./drafter
 """
 
 from __future__ import annotations
@@ -17,11 +20,26 @@ if __package__ in (None, ""):  # launched by path: sys.path[0] is recipes/, wher
 from pydantic import Field, model_validator
 from rich.console import Console
 
+from distill.answers import open_answers, require_target
 from pairing.errors import InputError
 from pairing.files import read_json
-from pairing.init import init_drafter, plan_init, spaced
-from pairing.source import ModelSource, resolve
+from pairing.init import Width, chosen_width, fit_budget, init_drafter, init_from_config, plan_init, spaced
+from pairing.source import ModelSource, load_model, resolve
+from pairing.transplant import plan_transplant, transplant
+from pairing.weights import parameters, read_headers
+from pairing.width import choose, importance, influential, shape_of
 from recipes.config import Strict, guarded, parse
+
+LONGEST = 512  # tokens of a text that importance is measured on
+UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
+WAYS = (  # keys that go together; one way at a time
+    ("layers",),
+    ("count", "by", "hidden", "ffn", "heads", "kv_heads"),
+    ("params",),
+    ("ratio",),
+    ("donor", "map"),
+    ("config", "seed"),
+)
 
 
 class InitConfig(Strict):
@@ -32,14 +50,53 @@ class InitConfig(Strict):
     layers: list[int] | Literal["all"] | None = None
     """numbers of the target's layers to keep, ascending, such as [0,1,14,28,29]; or all"""
     count: int | None = Field(default=None, ge=2)
-    """how many evenly spaced layers to keep where `layers` is not given; 5 where neither is"""
+    """how many layers to keep where `layers` is not given; 5 where neither is"""
+    by: Literal["spaced", "influence"] = "spaced"
+    """which `count` layers: evenly spaced, or of the largest block influence on `answers`"""
+    hidden: int | None = Field(default=None, ge=1)
+    """hidden channels to keep, the most important on `answers`"""
+    ffn: int | None = Field(default=None, ge=1)
+    """FFN channels to keep in each layer, likewise"""
+    heads: int | None = Field(default=None, ge=1)
+    """attention heads to keep in each layer, likewise"""
+    kv_heads: int | None = Field(default=None, ge=1)
+    """key/value groups to keep; null: all where `heads` divides over them, else whole groups go"""
+    params: int | str | None = None
+    """at most so many parameters, such as 30M: the widest two layers that fit, then as many layers as do"""
+    ratio: float | str | None = None
+    """the same as a share of the target's, such as 1/50"""
+    answers: Path | None = None
+    """a folder of `draftsmith generate`: the text on which layers and channels are chosen"""
+    texts: int = Field(default=64, ge=1)
+    """how many of its answers are read"""
+    donor: str | None = None
+    """a model whose layers are taken under the target's tokenizer: a smaller one of the family, or of another"""
+    map: dict[str, str] = Field(default_factory=dict)
+    """with donor: target's token to donor's token, before every other rule"""
+    config: Path | None = None
+    """a config.json whose model is made with random weights"""
+    seed: int = 0
+    """with config: of the random weights"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """casts the weights; null keeps the target's type"""
+    """casts the weights; null keeps the target's type (with config: float32)"""
 
     @model_validator(mode="after")
     def _one_choice(self) -> InitConfig:
         if self.layers is not None and self.count is not None:
             raise ValueError("give layers or count, not both")
+        given = [[key for key in way if key in self.model_fields_set and getattr(self, key)] for way in WAYS]
+        alone = [keys for keys in given[2:] if keys]
+        if alone and sum(map(bool, given)) > 1:
+            named = ", ".join(key for keys in given for key in keys)
+            raise ValueError(f"give one way to make a drafter, not {named} together")
+        if self.map and self.donor is None:
+            raise ValueError("map needs donor=…")
+        if self.donor is not None and self.dtype is not None:
+            raise ValueError("a donor keeps its type: leave dtype out")
+        narrowed = [key for key in ("hidden", "ffn", "heads", "kv_heads") if getattr(self, key)]
+        narrowed += ["by"] if self.by == "influence" else []
+        if narrowed and self.answers is None:
+            raise ValueError(f"{narrowed[0]} needs answers=…: the text on which channels and layers are chosen")
         return self
 
 
@@ -52,30 +109,99 @@ def chosen_layers(config: InitConfig, target: ModelSource) -> list[int]:
     return list(range(of)) if config.layers == "all" else spaced(config.count or min(5, of), of)
 
 
+def budget(config: InitConfig, target: ModelSource) -> int | None:
+    """`params` or `ratio` as a number of parameters."""
+    try:
+        if config.ratio is not None:
+            top, _, bottom = str(config.ratio).partition("/")
+            return int(float(top) / float(bottom or 1) * parameters(read_headers(target.path)))
+        text = str(config.params or "")
+        unit = UNITS.get(text[-1:].lower(), 1)
+        return int(float(text[:-1] if unit > 1 else text) * unit) if text else None
+    except (ValueError, ZeroDivisionError):
+        raise InputError("give params as 30M or 30000000, ratio as 1/50 or 0.02") from None
+
+
+def shape(config: InitConfig, target: ModelSource) -> tuple[list[int], Width | None]:
+    """Layers and width, before any text is read: with by=influence only the number of layers is meant."""
+    most = budget(config, target)
+    if most is not None:
+        return fit_budget(target, most)
+    sizes = {key: getattr(config, key) for key in ("hidden", "ffn", "heads", "kv_heads")}
+    return chosen_layers(config, target), chosen_width(target, **sizes) if any(sizes.values()) else None
+
+
+def chosen_on_text(
+    config: InitConfig, target: ModelSource, layers: list[int], width: Width | None
+) -> tuple[list[int], Width | None, dict[str, Any]]:
+    """The same with what the target's activations on `answers` say; and the record of it for pair.json."""
+    if config.answers is None:
+        raise InputError("a narrower drafter needs answers=…: the text on which its channels are chosen")
+    answers = open_answers(config.answers)
+    require_target(answers, target)
+    rows = answers.data.select(range(min(config.texts, len(answers.data))))
+    texts = [[*row["prompt_ids"], *row["answer_ids"]][:LONGEST] for row in rows]
+    old = shape_of(read_json(target.path / "config.json"))
+    found = importance(load_model(target.path), texts, old)
+    if config.by == "influence":
+        layers = influential(found.influence_L, len(layers))
+    if width is not None:
+        width = Width(width.shape, choose(found, old, width.shape))
+    record = {"by": config.by, "answers": str(config.answers), "texts": len(texts), "tokens": found.tokens,
+              "influence": [round(x, 5) for x in found.influence_L.tolist()]}  # fmt: skip
+    return layers, width, record
+
+
 def run(config: InitConfig) -> dict[str, Any]:
-    """Makes the drafter and returns its figures: drafter, target, layers, of, dtype, parameters, bytes."""
+    """Makes the drafter and returns its figures: drafter, target, layers, of, width, dtype, parameters, bytes."""
     target = resolve(config.target)
-    return init_drafter(target, config.out, chosen_layers(config, target), config.dtype)
+    if config.donor is not None:
+        return transplant(target, resolve(config.donor), config.out, config.map)
+    if config.config is not None:
+        return init_from_config(target, config.out, read_json(config.config), config.seed, config.dtype or "float32")
+    layers, width = shape(config, target)
+    record = None
+    if width is not None or config.by == "influence":
+        layers, width, record = chosen_on_text(config, target, layers, width)
+    return init_drafter(target, config.out, layers, config.dtype, width, record)
+
+
+def dry(config: InitConfig, target: ModelSource) -> dict[str, Any]:
+    result: dict[str, Any] = {"drafter": str(config.out), "target": config.target}
+    if config.donor is not None:
+        plan = plan_transplant(target, resolve(config.donor), config.map)
+        return result | {k: v for k, v in plan.items() if k not in ("sources", "real", "listed", "tensors")}
+    if config.config is not None:
+        return result | {"config": read_json(config.config), "dtype": config.dtype or "float32"}
+    layers, width = shape(config, target)
+    plan = plan_init(target, layers, config.dtype, width)
+    return result | {k: v for k, v in plan.items() if k not in ("config", "tensors")} | {"by": config.by}
 
 
 def main(argv: list[str]) -> int:
-    config, args = parse(InitConfig, argv, about="Makes an untrained drafter from the target's own layers.")
+    config, args = parse(InitConfig, argv, about="Makes an untrained drafter.")
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     target = resolve(config.target)
     if target.note:
         notes.print(target.note, markup=False)
-    if args.dry_run:
-        plan = plan_init(target, chosen_layers(config, target), config.dtype)
-        result: dict[str, Any] = {"drafter": str(config.out), "target": config.target}
-        result |= {k: v for k, v in plan.items() if k not in ("config", "tensors")}
-    else:
-        result = run(config)
+    result = dry(config, target) if args.dry_run else run(config)
     if args.json:
-        print(json.dumps(result, indent=2))
+        print(json.dumps(result, indent=2, ensure_ascii=False))
+        return 0
+    what = f"{'would write' if args.dry_run else 'wrote'} {result['drafter']}"
+    if config.donor is not None:
+        counts = ", ".join(
+            f"{result[how]} {how}" for how in ("user", "copied", "role", "pieces", "mean") if how in result
+        )
+        print(f"{what}: {result['tokens']} tokens ({counts}), {result['rows'][0]} rows to {result['rows'][1]}")
+        for row in result["special"]:
+            print(f"  {row['id']} {row['token']!r}: {' + '.join(row['of']) or 'mean of all real rows'} ({row['how']})")
+    elif config.config is not None:
+        print(f"{what}: random weights, {result['dtype']}")
     else:
-        what = "would write" if args.dry_run else "wrote"
+        wide = "".join(f", {k} {v}" for k, v in (result["width"] or {}).items())
         print(
-            f"{what} {result['drafter']}: layers {result['layers']} of {result['of']}, "
+            f"{what}: layers {result['layers']} of {result['of']}{wide}, "
             f"{result['parameters']:,} parameters, {result['dtype']}, {int(result['bytes']) / 2**20:.1f} MiB"
         )
     return 0

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pairing import alignment
-from pairing.alignment import check_pair, context, summary
+from pairing import alignment, serving
+from pairing.alignment import check_pair, summary
 from pairing.engine import Engine
 from pairing.errors import InputError
 from pairing.files import read_json, write_json
 from pairing.init import init_drafter
 from pairing.pair import read_pair
+from pairing.serving import context
 from pairing.source import resolve
 from recipes import check as recipe
 from tests import tiny
@@ -63,7 +64,9 @@ def test_same_tokenizer_other_padding(tmp_path: Path, rows: int) -> None:
     assert not rep["aligned"]
     (finding,) = found(rep, "rows", "repairable")
     assert f"same tokenizer, padding differs: the target has 272 rows, the drafter {rows}" in finding["what"]
-    assert ("cut" if rows > 272 else "pad") in finding["fix"]
+    assert ("cuts" if rows > 272 else "pads") in finding["fix"]
+    assert finding["fix"].startswith(f"`draftsmith repair {rep['target']} {rep['drafter']} out=")
+    assert rep["repair"] in finding["fix"]
     assert not [f for f in rep["findings"] if f["level"] == "blocks"]
 
 
@@ -137,7 +140,9 @@ def test_a_drafter_without_rows_for_the_targets_ids(tmp_path: Path) -> None:
     """D4: its own tokenizer ends early, and it is fed the target's ids all the same."""
     a, b = pair(tmp_path, target={"rows": 304})
     edit(a / "tokenizer.json", high_token("<x>"))
-    assert [f["what"] for f in found(report(a, b), "rows", "blocks")] == [
+    rep = report(a, b)
+    assert not [f for f in rep["findings"] if f["level"] == "blocks"]
+    assert [f["what"] for f in found(rep, "rows", "repairable")] == [
         "id 300 is in use and the drafter has 272 rows only"
     ]
 
@@ -196,6 +201,21 @@ def test_other_ends_warn_and_do_not_block(tmp_path: Path) -> None:
     edit(b / "generation_config.json", lambda v: v.update(eos_token_id=0))
     (finding,) = found(report(a, b), "special ids", "warns")
     assert "the target's tokenizer ends with [2], its generation config with [0]" in finding["what"]
+
+
+def test_a_template_that_ends_turns_with_no_eos(tmp_path: Path) -> None:
+    """D3: the template's own end of a turn is not among the ids that stop an answer."""
+    a, b = pair(tmp_path)
+    assert alignment.turn_end(tiny.tokenizer()) == 2
+    for folder in (a, b):
+        (folder / "chat_template.jinja").write_text(tiny.CHATML.replace("<|im_end|>", "<|endoftext|>"))
+    rep = report(a, b)
+    assert rep["aligned"]
+    (finding,) = found(rep, "special ids", "warns")
+    assert "ends a turn with '<|endoftext|>' (id 0), its eos ids are [2]" in finding["what"]
+    for folder in (a, b):
+        write_json(folder / "generation_config.json", {"eos_token_id": [2, 0]})
+    assert not found(report(a, b), "special ids", "warns")
 
 
 def test_another_bos_flag_warns(tmp_path: Path) -> None:
@@ -303,9 +323,9 @@ def test_a_4_bit_drafter_that_this_vllm_does_not_read(tmp_path: Path, monkeypatc
     """D18: said when the pair is checked, not when the engine dies."""
     a, b = pair(tmp_path)
     edit(b / "config.json", lambda v: v.update(quantization_config={"quant_method": "bitsandbytes"}))
-    monkeypatch.setattr(alignment, "engine", lambda: Engine("0.32.0", "cpu", None))
+    monkeypatch.setattr(serving, "engine", lambda: Engine("0.32.0", "cpu", None))
     assert "pip install --no-deps vllm-bnb-plugin" in found(report(a, b), "engine", "warns")[0]["fix"]
-    monkeypatch.setattr(alignment, "engine", lambda: Engine("0.32.0", "cpu", "0.0.3"))
+    monkeypatch.setattr(serving, "engine", lambda: Engine("0.32.0", "cpu", "0.0.3"))
     assert not found(report(a, b), "engine", "warns")
 
 
@@ -327,3 +347,136 @@ def test_recipe_exit_codes_json_and_record(tmp_path: Path, capsys: pytest.Captur
     assert not (other / "pair.json").exists()
     with pytest.raises(InputError, match="draft: needs a value"):
         recipe.main([str(target)])
+
+
+def test_what_each_user_needs_is_said_apart(tmp_path: Path) -> None:
+    """D1, D2, D7: other rows stop all but the universal kind; other tokens too; mixed layers stop vLLM alone."""
+    runs = {
+        user: need["runs"] for user, need in report(*pair(tmp_path / "rows", drafter={"rows": 288}))["needs"].items()
+    }
+    assert runs == {"vllm": False, "transformers": False, "universal": True, "training": False}
+    rep = report(*pair(tmp_path / "swap", drafter={"swap": (50, 60)}))
+    assert {u: n["runs"] for u, n in rep["needs"].items()} == dict.fromkeys(rep["needs"], False)
+    assert "refuses two tokenizers" in rep["needs"]["universal"]["because"][0]
+    a, b = pair(tmp_path / "layers")
+    gemma = {"model_type": "gemma2", "num_hidden_layers": 4, "vocab_size": 272, "tie_word_embeddings": True}
+    write_json(b / "config.json", gemma | {"max_position_embeddings": 512})
+    runs = {user: need["runs"] for user, need in report(a, b)["needs"].items()}
+    assert runs == {"vllm": False, "transformers": True, "universal": False, "training": True}
+    write_json(b / "config.json", gemma | {"model_type": "mamba", "num_hidden_layers": 2})
+    assert not report(a, b)["needs"]["transformers"]["runs"]
+    turned = report(b, a)  # the other way round: the target keeps a state
+    assert [turned["needs"][user]["runs"] for user in ("transformers", "training")] == [False, True]
+    assert "keeps a state" in turned["needs"]["transformers"]["because"][0]
+    assert "no attention (linear_attention)" in found(turned, "layers", "warns")[0]["what"]
+
+
+def test_transformers_agrees_about_two_tokenizers(tmp_path: Path) -> None:
+    """What `needs` says of assisted generation is what transformers does."""
+    import torch
+
+    from pairing.source import load_model, load_tokenizer
+
+    a, b = pair(tmp_path, drafter={"rows": 288})
+    ids, tok = torch.arange(3, 10)[None], load_tokenizer(a)
+    target, other, same = load_model(a), load_model(b), load_model(tiny.folder(tmp_path / "same", layers=1))
+    both = {"tokenizer": tok, "assistant_tokenizer": tok}
+    plain = target.generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(target.generate(ids, assistant_model=same, max_new_tokens=4, do_sample=False), plain)
+    with pytest.raises(ValueError, match="different tokenizers"):
+        target.generate(ids, assistant_model=other, max_new_tokens=4)
+    with pytest.raises(ValueError, match="omit `assistant_tokenizer`"):
+        target.generate(ids, assistant_model=same, max_new_tokens=4, **both)
+
+
+def test_rotary_scaling_as_served(tmp_path: Path) -> None:
+    """D6: an override lengthens the target; it does not reach the drafter."""
+    a, b = pair(tmp_path)
+    rep = check_pair(
+        resolve(str(a)), resolve(str(b)), hf_overrides={"rope_parameters": {"rope_type": "linear", "factor": 4.0}}
+    )
+    whats = [f["what"] for f in found(rep, "context", "warns")]
+    assert whats[0] == "the drafter takes 512 positions, the target 2048"
+    assert "linear by 4.0 in the target, none in the drafter; --hf-overrides reaches the target only" in whats[1]
+    assert rep["facts"]["max_model_len"] == 512
+    assert not found(report(a, b), "context", "warns")
+
+
+def test_a_sliding_window_of_the_drafter(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    edit(b / "config.json", lambda v: v.update(model_type="mistral", sliding_window=128))
+    (finding,) = found(report(a, b), "context", "warns")
+    assert "attends to the last 128 tokens only, the target to all" in finding["what"]
+    edit(b / "config.json", lambda v: v.update(sliding_window=None))
+    assert not found(report(a, b), "context", "warns")
+
+
+@pytest.mark.parametrize(
+    ("n", "config", "what"),
+    [
+        (1, {}, None),
+        (2, {}, None),
+        (4, {}, "2 attention heads"),
+        (3, {"num_attention_heads": 6, "num_key_value_heads": 2}, "2 key/value heads"),
+        (3, {"num_attention_heads": 6, "num_key_value_heads": 3}, "320 vocabulary rows (padded to 64)"),
+        (2, {"intermediate_size": 129}, "129 FFN channels"),
+        (2, {"quantization_config": {"quant_method": "bitsandbytes"}}, "32 over 2 are no multiples"),
+        (2, {"quantization_config": {"quant_method": "bitsandbytes"}}, "does not split over devices"),
+    ],
+)
+def test_shards(n: int, config: dict[str, Any], what: str | None) -> None:
+    base = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 126 * 64, "hidden_size": 64}
+    if config.get("quantization_config"):
+        config = config | {"intermediate_size": 64}
+        what = what.replace("32 over 2", "64 and 64 over 2") if what else what
+    findings = serving.shard_findings(base | {"vocab_size": 272} | config, "drafter", n)
+    assert [what in f.what for f in findings if what] == ([True] if what else [])
+    assert bool(findings) is bool(what)
+
+
+def test_markdown_for_github(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One table row a finding, whatever the tokens are; the line that serves stands in a code block."""
+    a, b = pair(tmp_path, drafter={"swap": (0, 130)})
+    assert recipe.main([str(a), str(b), "--markdown", "num_speculative_tokens=3"]) == 1
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0].startswith("### not aligned")
+    assert r"&lt;\|endoftext\|>" in out
+    rows = [line for line in lines if line.startswith("| blocks ")]
+    assert rows
+    assert all(line.replace(r"\|", "").count("|") == 5 for line in rows)
+    assert '"num_speculative_tokens": 3' in lines[lines.index("```sh") + 1]
+
+
+def test_preflight_is_shown_and_counts_only_where_required(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """D9 in `check`: the wrong key is refused with the right name."""
+    target = tiny.folder(tmp_path / "target")
+    init_drafter(resolve(str(target)), tmp_path / "drafter", [0])
+    words = [str(target), str(tmp_path / "drafter"), "speculative_config={tensor_parallel_size: 1}", "--json"]
+    assert recipe.main(words) == 0
+    flight = json.loads(capsys.readouterr().out)["preflight"]
+    assert not flight["starts"]
+    assert "draft_tensor_parallel_size" in flight["findings"][0]["fix"]
+    assert recipe.main([*words, "preflight=require"]) == 1
+    capsys.readouterr()
+    assert recipe.main([*words, "preflight=skip"]) == 0
+    assert json.loads(capsys.readouterr().out)["preflight"] is None
+
+
+def test_the_report_is_what_docs_describe(tmp_path: Path) -> None:
+    from tests.conftest import ROOT
+
+    a, b = pair(tmp_path)
+    out = tmp_path / "check.json"
+    recipe.run(recipe.CheckConfig(target=str(a), draft=str(b), out=out))
+    rep = read_json(out)
+    text = (ROOT / "docs" / "check.md").read_text()
+    keys = [
+        *rep,
+        *rep["facts"],
+        *rep["needs"],
+        *rep["findings"][0],
+        *rep["preflight"],
+        *(rep["preflight"]["numbers"] or {}),
+    ]
+    assert [k for k in keys if f"`{k}`" not in text] == []

@@ -10,10 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -71,6 +79,10 @@ def test_all_layers_give_the_targets_logits(tmp_path: Path, tied: bool) -> None:
         Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=3, **SHAPE)),
         Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=3, **SHAPE)),
         MistralForCausalLM(MistralConfig(num_hidden_layers=3, **SHAPE)),
+        Gemma3ForCausalLM(Gemma3TextConfig(num_hidden_layers=3, **SHAPE)),
+        Phi3ForCausalLM(Phi3Config(num_hidden_layers=3, **{k: v for k, v in SHAPE.items() if k != "head_dim"})),
+        GPTNeoXForCausalLM(GPTNeoXConfig(num_hidden_layers=3, **SHAPE)),
+        OPTForCausalLM(OPTConfig(num_hidden_layers=3, ffn_dim=128, word_embed_proj_dim=64, **SHAPE)),
     ],
     ids=lambda m: type(m).__name__,
 )
@@ -167,6 +179,19 @@ def test_mixed_layer_types_are_refused_when_chosen(tmp_path: Path) -> None:
         plan_init(target, [0, 1])
     init_drafter(target, tmp_path / "drafter", [1, 3])
     assert load_model(tmp_path / "drafter").config.layer_types == ["full_attention"] * 2
+
+
+def test_a_pattern_of_layer_types_is_written_out(tmp_path: Path) -> None:
+    """Gemma 3 counts every sixth layer as full; the drafter's layers keep the kinds that they had."""
+    config = Gemma3TextConfig(num_hidden_layers=6, **SHAPE)
+    path = saved(Gemma3ForCausalLM(config), tmp_path / "target")
+    raw = read_json(path / "config.json")
+    raw.pop("layer_types")
+    write_json(path / "config.json", raw)
+    with pytest.raises(InputError, match=r"full_attention: \[5\]; sliding_attention: \[0, 1, 2, 3, 4\]"):
+        plan_init(resolve(str(path)), [0, 5])
+    init_drafter(resolve(str(path)), tmp_path / "drafter", [5])
+    assert load_model(tmp_path / "drafter").config.layer_types == ["full_attention"]
 
 
 def test_a_list_as_long_as_the_model_is_deep_stays_whole(tmp_path: Path) -> None:
