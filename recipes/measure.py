@@ -10,6 +10,7 @@ recorded distribution also gives the acceptance length that is to be expected, a
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -35,6 +36,7 @@ from pairing.engine import Engine, bitsandbytes_advice, require_vllm
 from pairing.errors import InputError
 from pairing.files import read_json
 from pairing.pair import update_pair
+from pairing.preflight import Serving, require_start
 from pairing.source import ModelSource, load_model, load_tokenizer, resolve
 from recipes.config import Strict, guarded, parse
 from recipes.run_folder import open_run, provenance
@@ -106,13 +108,6 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
         if not report["aligned"]:
             worst = next(f for f in report["findings"] if f["level"] in ("blocks", "repairable"))
             raise InputError(f"drafters.{name}: {drafter} does not fit the target: {worst['what']} ({worst['fix']})")
-        takes = report["facts"]["max_model_len"]
-        if takes is not None and config.max_model_len > takes:
-            raise InputError(
-                f"drafters.{name}: {drafter} and the target together take {takes} tokens, max_model_len is "
-                f"{config.max_model_len}: give max_model_len={takes} (longer requests are then refused), or a drafter with "
-                "more positions"
-            )
         if read_json(drafter / "config.json").get("quantization_config", {}).get("quant_method") == "bitsandbytes":
             advice = bitsandbytes_advice(engine.version, engine.bitsandbytes_plugin)
             if advice:
@@ -140,11 +135,29 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
         # servers that live side by side share the GPU
         gpu_memory_utilization=0.9 / len(arms) if config.resident else 0.9,
     )
+    for arm in arms:
+        if arm.model is not None:
+            require_start(target, resolve(str(arm.model)), preflight_of(settings, arm, engine.backend))
     plan = Plan(
         target.path, arms, workloads, settings, config.repeats, config.minutes, tuple(config.concurrencies),
         tuple(config.temperatures), config.seed, config.warmup, config.resident, start_timeout_s=config.start_timeout_s,
     )  # fmt: skip
     return plan, target, answers
+
+
+def preflight_of(settings: server.Settings, arm: Arm, backend: str) -> Serving:
+    """What an arm asks of the engine, for pairing.preflight to look at before anything starts."""
+    forced = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    return Serving(
+        num_speculative_tokens=arm.num_speculative_tokens,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        dtype=settings.dtype,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        kv_cache_gib=settings.kv_cache_gib if backend == "cpu" else None,
+        speculative_config={"draft_sample_method": arm.draft_sample_method},
+        force_v2=None if forced is None else forced == "1",
+    )
 
 
 def chosen(answers: Answers, workload: WorkloadConfig, group_by: str | None) -> list[Request]:

@@ -19,8 +19,10 @@ from eval.measure import Arm
 from pairing.engine import require_vllm
 from pairing.errors import PartFailedError
 from pairing.pair import read_pair
+from pairing.preflight import require_start
 from pairing.source import resolve
 from recipes.config import Strict, guarded, parse
+from recipes.measure import preflight_of
 
 
 class ServeConfig(Strict):
@@ -61,6 +63,7 @@ def main(argv: list[str]) -> int:
         enforce_eager=config.enforce_eager,
         prefix_caching=config.prefix_caching,
     )
+    require_start(resolve(str(target)), resolve(str(drafter)), preflight_of(settings, arm, engine.backend))
     port = config.port or server.free_port()
     line = server.serve_line(server.serve_words(target, arm.speculation(), settings, port))
     if args.json:
