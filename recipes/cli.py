@@ -33,3 +33,7 @@ def main() -> None:
 
     sys.argv = [f"draftsmith {verb}", *sys.argv[2:]]
     raise SystemExit(guarded(importlib.import_module(f"recipes.{verb}").main))
+
+
+if __name__ == "__main__":
+    main()

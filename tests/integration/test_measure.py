@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -33,8 +34,12 @@ def requests(count: int) -> list[Request]:
     return [Request(text, encode(text).input_ids, 24, None) for text in texts]
 
 
-def engines() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if "python" in p.name() or "VLLM" in p.name()]
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Every process that a test starts is gone when it ends."""
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    yield
+    assert [p for p in psutil.Process().children(recursive=True) if p.pid not in before] == []
 
 
 def test_the_target_as_its_own_drafter_has_every_draft_accepted(target: Path, tmp_path: Path) -> None:
@@ -63,7 +68,6 @@ def test_the_target_as_its_own_drafter_has_every_draft_accepted(target: Path, tm
     low, high = greedy["self"]["speedup_interval"]
     assert low < greedy["self"]["speedup"] < high
     assert all(len(r["output_ids"]) == r["output_tokens"] for r in read_jsonl(tmp_path / "requests.jsonl"))
-    assert engines() == []
 
 
 CHILD = """
@@ -100,4 +104,3 @@ def test_a_server_that_cannot_start_names_the_reason_and_leaves_nothing(target: 
     one = server.start("other", target, other.speculation(), SETTINGS, tmp_path / "log")
     with pytest.raises(PartFailedError, match=r"arm other ended with code 1 at start: .*vocab"), server.serving([one]):
         pass
-    assert engines() == []
