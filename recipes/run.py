@@ -45,7 +45,7 @@ class RunConfig(Strict):
     seed: int = 0
     """of prompts, sampling, training and measuring"""
     processes: int = 1
-    """processes of accelerate for the distill stage"""
+    """processes of the distill stage, started by torchrun; on several machines run that stage by hand"""
     generate: dict[str, Any] = Field(default_factory=dict)
     """keys of `generate`, less target, out and seed; its sets are train and the held-out ones"""
     init: dict[str, Any] = Field(default_factory=dict)
@@ -115,21 +115,14 @@ def stages(config: RunConfig, where: str) -> list[Stage]:
 
 
 def command(stage: Stage, config_file: Path, processes: int) -> list[str]:
-    """The words that run a stage; distill under accelerate's launcher, as by hand."""
-    here = Path(__file__).parent
-    if stage.name == "distill":
-        launch = ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
-        launch += ["--dynamo_backend", "no"]
-        return [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            *launch,
-            str(here / "distill.py"),
-            "--config",
-            str(config_file),
-        ]
-    return [sys.executable, "-m", f"recipes.{stage.name}", "--config", str(config_file)]
+    """The words that run a stage. Launchers turn every exit code into 1, so only several processes get one; torchrun,
+    since `accelerate launch` starts a single process where there is no GPU (docs/notebook.md)."""
+    if stage.name == "distill" and processes > 1:
+        script = str(Path(__file__).parent / "distill.py")
+        launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes), script]
+    else:
+        launch = [f"recipes.{stage.name}"]
+    return [sys.executable, "-m", *launch, "--config", str(config_file)]
 
 
 def main(argv: list[str]) -> int:
@@ -166,7 +159,7 @@ def main(argv: list[str]) -> int:
             config_file, yaml.safe_dump(stage.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         )
         code = _run(command(stage, config_file, config.processes))
-        if code == 1:
+        if code == 1 and stage.name == "check":
             console.print(f"{title}: the answer is no; the run ends here", style="red", markup=False)
             return 1
         if code == 2:

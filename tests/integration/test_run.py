@@ -27,7 +27,7 @@ def pipeline(folder: Path, **overrides: Any) -> Path:
     prompts.write_text("".join(json.dumps({"prompt": f"name {i} things"}) + "\n" for i in range(6)))
     values: dict[str, Any] = {
         "run_dir": str(folder / "run"),
-        "target": str(tiny.folder(folder / "target", layers=3)),
+        "target": str(tiny.folder(folder / "target", layers=3, rows=tiny.REAL_TOKENS)),
         "generate": {
             "sets": {
                 "train": {"prompts": "orders", "split": "train", "limit": 24, "max_tokens": 12, "system": ""},
