@@ -19,7 +19,11 @@ from tests.integration.test_pair_in_vllm import PROMPTS, TOKENS, K, generate, gr
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.folder(tmp_path_factory.mktemp("pair") / "target", layers=4)
+    """Random weights like padding rows as well as any; padded by repair, a target writes real tokens only."""
+    base = tmp_path_factory.mktemp("pair")
+    small, wide = tiny.folder(base / "small", layers=4, rows=tiny.REAL_TOKENS), tiny.folder(base / "wide", layers=4)
+    repair(resolve(str(wide)), resolve(str(small)), base / "target")
+    return base / "target"
 
 
 def test_a_repaired_drafter_is_accepted_as_always(target: Path) -> None:

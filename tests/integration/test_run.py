@@ -40,6 +40,7 @@ def pipeline(folder: Path, **overrides: Any) -> Path:
         "distill": {"max_steps": 12, "eval_every": 6, "checkpoint_every": 4, "batch_size": 4},
         "measure": {
             "num_speculative_tokens": 2,
+            "max_model_len": 256,
             "enforce_eager": True,
             "repeats": 1,
             "warmup": 1,
