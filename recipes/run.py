@@ -158,7 +158,7 @@ def main(argv: list[str]) -> int:
         write_text(
             config_file, yaml.safe_dump(stage.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         )
-        code = _run(command(stage, config_file, config.processes))
+        code = _run(command(stage, config_file, config.processes), quiet=args.json)
         if code == 1 and stage.name == "check":
             console.print(f"{title}: the answer is no; the run ends here", style="red", markup=False)
             return 1
@@ -181,9 +181,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _run(words: list[str]) -> int:
-    """Runs a stage with our terminal, and lets nothing of it outlive us."""
-    process = subprocess.Popen(words, preexec_fn=die_with_parent)
+def _run(words: list[str], quiet: bool = False) -> int:
+    """Runs a stage with our terminal, and lets nothing of it outlive us. Quiet: standard output is kept for JSON."""
+    process = subprocess.Popen(words, preexec_fn=die_with_parent, stdout=sys.stderr if quiet else None)
     try:
         return process.wait()
     except BaseException:  # Ctrl-C reached the stage too: let it end by itself, then not
