@@ -1,0 +1,71 @@
+"""The pipeline before anything runs: shipped YAML files load, every fault of every stage at once, what counts as done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pairing.errors import InputError
+from pairing.files import write_json
+from recipes.config import read_yaml, validate
+from recipes.run import RunConfig, command, stages
+from tests.conftest import ROOT
+
+
+def shipped(**changes: Any) -> RunConfig:
+    values = read_yaml(ROOT / "recipes" / "configs" / "demo" / "pipeline.yaml")
+    return validate(RunConfig, values | changes, "demo")
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "recipes" / "configs").glob("*/pipeline.yaml")), ids=str)
+def test_every_shipped_pipeline_is_a_whole_plan(file: Path) -> None:
+    plan = stages(validate(RunConfig, read_yaml(file), str(file)), str(file))
+    assert [s.name for s in plan] == ["generate", "init", "distill", "check", "quantize", "measure"]
+
+
+def test_stages_are_joined_by_paths() -> None:
+    by_name = {s.name: s.config.model_dump(mode="json") for s in stages(shipped(run_dir="r", seed=3), "demo")}
+    assert by_name["distill"]["data"] == "r/data/train"
+    assert by_name["distill"]["heldout"] == {"orders": "r/data/orders", "humaneval": "r/data/humaneval"}
+    assert by_name["measure"]["drafters"] == {
+        "drafter": "r/distill/drafter", "untrained": "r/init", "drafter-nf4": "r/nf4",
+    }  # fmt: skip
+    assert by_name["measure"]["workloads"]["orders"]["answers"] == "r/data/orders"
+    assert by_name["quantize"]["report"] == "r/quantize.json"
+    assert {by_name[n]["seed"] for n in ("generate", "distill", "measure")} == {3}
+
+
+def test_all_faults_of_all_stages_at_once() -> None:
+    with pytest.raises(InputError) as e:
+        stages(shipped(init={"layer": [0]}, distill={"minutes": 1, "lrr": 2}, measure={"repeats": 0}), "p.yaml")
+    lines = str(e.value).splitlines()
+    assert len(lines) == 3
+    assert "init: layer: unknown key; the nearest valid one is layers" in lines[0]
+    assert "distill: lrr: unknown key; the nearest valid one is lr" in lines[1]
+    assert "measure: repeats" in lines[2]
+
+
+def test_a_run_needs_prompts_to_train_and_others_to_judge() -> None:
+    with pytest.raises(InputError, match="needs a set named train and at least one held-out set"):
+        stages(shipped(generate={"sets": {"train": {"prompts": "orders"}}}), "p.yaml")
+
+
+def test_answers_are_done_when_they_say_so_and_all_else_when_it_is_there(tmp_path: Path) -> None:
+    generate, init, *_ = stages(shipped(run_dir=str(tmp_path)), "demo")
+    for name in ("train", "orders", "humaneval"):
+        write_json(tmp_path / "data" / name / "meta.json", {"complete": name != "humaneval"})
+    assert not generate.done()
+    write_json(tmp_path / "data" / "humaneval" / "meta.json", {"complete": True})
+    assert generate.done()
+    assert not init.done()
+    (tmp_path / "init").mkdir()
+    assert init.done()
+
+
+def test_only_several_processes_get_a_launcher() -> None:
+    distill = next(s for s in stages(shipped(), "demo") if s.name == "distill")
+    assert command(distill, Path("c.yaml"), 1)[1:] == ["-m", "recipes.distill", "--config", "c.yaml"]
+    words = command(distill, Path("c.yaml"), 2)
+    assert words[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
