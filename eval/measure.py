@@ -135,7 +135,7 @@ def measure(plan: Plan, out: Path) -> None:
         for arms, work in todo:
             if not any(may_begin(key.repeat) for key, _ in work):
                 continue
-            advance(0, "starting " + ", ".join(arm.name for arm in arms))
+            advance(0, f"starting {len(arms)} servers")
             with _serving(plan, arms, out) as (servers, dead):
                 for key, requests in work:
                     if may_begin(key.repeat):
