@@ -20,6 +20,9 @@ from pairing.files import append_jsonl, read_jsonl, write_jsonl
 from pairing.progress import bar
 
 WARMUP_TOKENS = 16
+# vLLM's processes poll each other for 1 s after their last message (0.32: busy_loop_s in shm_broadcast.py). Where
+# servers share cores, the arm that was last would slow the next one's prefill.
+SETTLE_S = 1.2
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,8 @@ def _run_block(
             advance(len(batch), f"{key.workload} {key.group or ''} {arm.name}")
             if arm.name in dead:
                 continue
+            if len(arms) > 1:
+                time.sleep(SETTLE_S)
             began = time.perf_counter()
             try:
                 # one batch shares its sampling: every max_tokens of a workload is the same

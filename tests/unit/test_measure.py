@@ -69,6 +69,7 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     fake = Engine()
+    monkeypatch.setattr(measure, "SETTLE_S", 0.0)
     monkeypatch.setattr(server, "start", fake.start)
     monkeypatch.setattr(server, "stop", lambda one: None)
     monkeypatch.setattr(server, "wait_until_ready", lambda one, timeout_s, started: None)
