@@ -1,26 +1,44 @@
 """The output head and the loss in chunks, forward and backward: no [positions, vocabulary] matrix ever exists whole.
 
-Shapes: N supervised positions, C of them in a chunk, H hidden, V vocabulary rows, K ids of the target's head.
+Shapes: N supervised positions, C of them in a chunk, H hidden, V vocabulary rows, B of them in a block, K ids of the target's
+head, M draws from outside it, X outcomes that the loss sees.
 
-Any loss here sees the drafter through log q of the head ids, of the answer and of the tail as a whole. With g their
-derivatives and G = Σ g, the derivative by logit v is Σ_id 1[v = id] g_id + 1[v in tail] g_tail q_v / q_tail − G q_v. So
-one buffer [C, V] of exponentials serves the log-sum-exp, the tail's mass (summed, not 1 − Σ head, which cancels) and,
-scaled in place, the gradient; the backward product follows while the chunk is at hand.
+Positions go in chunks of `chunk`; where the vocabulary is wider than `block`, a chunk's logits are made block by block, and made
+again for each pass over them, so that memory is C · B whatever N and V are. With g the loss's derivative by log q of what it
+sees and G = Σ g, the derivative by logit v is g_v − q_v G. From the cache the loss sees only the head's ids, the draws, the answer
+and the tail as one bucket: then g_v is 0 but there, and the bucket's part is 1[v in tail] g_tail q_v / q_tail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from distill.losses import LOSSES, Signal, Student
+from distill.losses import LOSSES, FullSignal, Loss, Outcomes, Signal
 from pairing.acceptance import acceptance_bracket
 
 LOWEST = -1e4  # log q of a padding row in the target's head: finite, so that p = 0 times it is 0
 SMALLEST = torch.finfo(torch.float32).tiny  # under the tail's mass where every logit outside the head underflows
+
+REPORTED = ("forward_kl", "cross_entropy")  # what every run's log gives, whatever it minimises
+AnySignal = Signal | FullSignal
+
+
+@dataclass(frozen=True)
+class Head:
+    """How the head is applied. Its rows from `real` on are padding and get no probability (fault D1)."""
+
+    real: int
+    chunk: int  # positions at a time
+    block: int = 1 << 17  # vocabulary rows at a time
+    losses: Mapping[str, Loss] = field(default_factory=lambda: {name: LOSSES[name] for name in REPORTED})
+
+    def blocks(self) -> list[slice]:
+        return [slice(i, min(i + self.block, self.real)) for i in range(0, self.real, self.block)]
 
 
 @dataclass(frozen=True)
@@ -30,36 +48,44 @@ class Scores:
     losses: dict[str, torch.Tensor]
     top1_N: torch.Tensor  # 1[argmax q = argmax p]
     accepted_N: torch.Tensor  # 1[argmax q = answer token]: w of the replay for argmax drafting
-    alpha_low_N: torch.Tensor
+    ratio_N: torch.Tensor  # min(1, q/p) at the answer token: w for probabilistic drafting; see `_ratio`
+    alpha_low_N: torch.Tensor  # α's bracket; both ends are α itself where the whole distribution is known
     alpha_high_N: torch.Tensor
+    alpha_N: torch.Tensor  # α, or its unbiased estimate from draws, or the bracket's upper end
+
+
+# Which factor each position's loss gets, from the scores of all positions up to the chunk's end: [positions so far] -> [C]
+Weigh = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 def head_loss(
     hidden_NH: torch.Tensor,
     weight_VH: torch.Tensor,
-    signal: Signal,
+    signal: AnySignal,
     weights: Mapping[str, float],
-    real: int,
-    chunk: int,
+    head: Head,
+    weigh: Weigh | None = None,
 ) -> tuple[torch.Tensor, Scores]:
     """The weighted loss *summed* over positions (scalar, differentiable), and scores.
 
-    `weight_VH` is the head's matrix; its rows from `real` on are padding and get no probability (fault D1). Its
-    gradient is computed only where it requires one. Everything inside is float32.
+    `weight_VH` is the head's matrix; its gradient is computed only where it requires one. `weigh(accepted, alpha, start)` is
+    given 1[argmax q = answer] and α of all positions from 0 to the chunk's end, and returns the factors of those from `start`
+    on. Everything inside is float32.
     """
     scores: list[Scores] = []
-    loss = _HeadLoss.apply(hidden_NH, weight_VH, signal, dict(weights), real, chunk, scores)
+    loss = _HeadLoss.apply(hidden_NH, weight_VH, signal, dict(weights), head, weigh, scores)
     return loss, scores[0]
 
 
-def head_scores(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, signal: Signal, real: int, chunk: int) -> Scores:
+def head_scores(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, signal: AnySignal, head: Head) -> Scores:
     """The scores alone, without gradient."""
     with torch.no_grad():
+        W_VH = weight_VH.float()
         parts = [
-            _forward(hidden_NH[i : i + chunk].float(), weight_VH.float(), _part(signal, i, chunk), real)[3]
-            for i in range(0, len(hidden_NH), chunk)
+            _view(hidden_NH[i : i + head.chunk].float(), W_VH, signal[i : i + head.chunk], head).scores
+            for i in range(0, len(hidden_NH), head.chunk)
         ]
-    return _join(parts, hidden_NH)
+    return _join(parts, hidden_NH, head)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -70,29 +96,34 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any,
         hidden_NH: torch.Tensor,
         weight_VH: torch.Tensor,
-        signal: Signal,
+        signal: AnySignal,
         weights: dict[str, float],
-        real: int,
-        chunk: int,
+        head: Head,
+        weigh: Weigh | None,
         scores: list[Scores],
     ) -> torch.Tensor:
         dtype, weight_VH = weight_VH.dtype, weight_VH.float()
         grad_hidden = torch.zeros_like(hidden_NH, dtype=torch.float32)
         grad_weight = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
         parts: list[Scores] = []
-        for i in range(0, len(hidden_NH), chunk):
-            hidden_CH, part = hidden_NH[i : i + chunk].float(), _part(signal, i, chunk)
-            exp_CV, total_C, student, part_scores = _forward(hidden_CH, weight_VH, part, real)
-            grad_CV = _backward(exp_CV, total_C, student, part, weights)
-            torch.mm(grad_CV, weight_VH, out=grad_hidden[i : i + chunk])
-            if grad_weight is not None:
-                grad_weight.addmm_(grad_CV.T, hidden_CH)
-            parts.append(part_scores)
-        scores.append(_join(parts, hidden_NH))
+        total = torch.zeros((), dtype=torch.float32, device=hidden_NH.device)
+        for i in range(0, len(hidden_NH), head.chunk):
+            hidden_CH = hidden_NH[i : i + head.chunk].float()
+            view = _view(hidden_CH, weight_VH, signal[i : i + head.chunk], head)
+            parts.append(view.scores)
+            factor_C = torch.ones_like(view.scores.alpha_N)
+            if weigh is not None:
+                seen = (torch.cat([getattr(s, name) for s in parts]) for name in ("accepted_N", "alpha_N"))
+                factor_C = weigh(*seen, i)
+            total += sum((w * (factor_C * view.scores.losses[name]).sum() for name, w in weights.items()), start=0.0)
+            for rows, grad_CB in view.gradient(weights, factor_C):
+                grad_hidden[i : i + head.chunk].addmm_(grad_CB, weight_VH[rows])
+                if grad_weight is not None:
+                    grad_weight[rows].addmm_(grad_CB.T, hidden_CH)
+        scores.append(_join(parts, hidden_NH, head))
         ctx.save_for_backward(grad_hidden.to(hidden_NH.dtype), grad_weight)
         ctx.weight_dtype = dtype
-        total = sum(w * scores[0].losses[name].sum() for name, w in weights.items())
-        return torch.as_tensor(total, dtype=torch.float32, device=hidden_NH.device)
+        return total
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
@@ -103,60 +134,276 @@ class _HeadLoss(torch.autograd.Function):
         return grad_hidden * grad_output, grad_weight, None, None, None, None, None
 
 
-def _part(signal: Signal, i: int, chunk: int) -> Signal:
-    j = i + chunk
-    return Signal(signal.answer_N[i:j], signal.head_ids_NK[i:j], signal.head_logp_NK[i:j], signal.tail_N[i:j])
+Gradient = Callable[[dict[str, float], torch.Tensor], Iterator[tuple[slice, torch.Tensor]]]
 
 
-def _forward(
-    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: Signal, real: int
-) -> tuple[torch.Tensor, torch.Tensor, Student, Scores]:
-    """exp(logit − max) with the head ids' entries set to 0 [C, V], its sum with them [C], the student, the scores."""
-    logits_CV = hidden_CH @ weight_VH.T
-    logits_CV[:, real:] = -torch.inf
-    answer_C1 = signal.answer_N[:, None]
-    largest_C1, argmax_C1 = logits_CV.max(-1, keepdim=True)
-    head_CK = logits_CV.gather(-1, signal.head_ids_NK) - largest_C1
-    answer_C = (logits_CV.gather(-1, answer_C1) - largest_C1).squeeze(-1)
-    exp_CV = logits_CV.sub_(largest_C1).exp_().scatter_(-1, signal.head_ids_NK, 0.0)
-    tail_C = exp_CV.sum(-1).clamp_(min=SMALLEST)
-    total_C = tail_C + head_CK.exp().sum(-1)
+@dataclass(frozen=True)
+class _View:
+    """A chunk that was looked at: its scores, and how its gradient by the logits is had, block by block."""
+
+    scores: Scores
+    gradient: Gradient
+
+
+def _view(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: AnySignal, head: Head) -> _View:
+    look = _look_at_all if isinstance(signal, FullSignal) else _look_at_cached
+    return look(hidden_CH, weight_VH, signal, head)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- the target's stored head
+
+
+def _look_at_cached(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: Signal, head: Head) -> _View:
+    """The buffer of exponentials serves the log-sum-exp, the tail's mass (summed, not 1 − Σ head, which cancels) and, scaled in
+    place, the gradient; where there are several blocks it is made again for the gradient.
+    """
+    blocks = head.blocks()
+    draws_CM = signal.tail_ids_NM if signal.tail_ids_NM is not None else signal.head_ids_NK[:, :0]
+    ids_CS = torch.cat([signal.head_ids_NK, draws_CM, signal.answer_N[:, None]], 1)
+    K, M = signal.head_ids_NK.shape[1], draws_CM.shape[1]
+    seen_CS = torch.full(ids_CS.shape, -torch.inf, device=hidden_CH.device)
+    largest_C1 = torch.full_like(seen_CS[:, :1], -torch.inf)
+    argmax_C1, tail_C = torch.zeros_like(ids_CS[:, :1]), torch.zeros_like(seen_CS[:, 0])
+    kept: torch.Tensor | None = None
+    for rows in blocks:
+        logits_CB = hidden_CH @ weight_VH[rows].T
+        _gather(logits_CB, ids_CS, rows, seen_CS)
+        top_C1, at_C1 = logits_CB.max(-1, keepdim=True)
+        argmax_C1 = torch.where(top_C1 > largest_C1, at_C1 + rows.start, argmax_C1)
+        now_C1 = torch.maximum(largest_C1, top_C1)
+        exp_CB = _without(logits_CB.sub_(now_C1).exp_(), signal.head_ids_NK, rows)
+        tail_C = tail_C * (largest_C1 - now_C1).exp().squeeze(-1) + exp_CB.sum(-1)
+        largest_C1, kept = now_C1, exp_CB if len(blocks) == 1 else None
+    tail_C = tail_C.clamp_(min=SMALLEST)
+    shifted_CS = seen_CS - largest_C1
+    total_C = tail_C + shifted_CS[:, :K].exp().sum(-1)
     log_total_C = total_C.log()
-    head_CK = (head_CK - log_total_C[:, None]).clamp_(min=LOWEST)
-    student = Student(answer_C - log_total_C, head_CK, tail_C.log() - log_total_C)
-    low_C, high_C = acceptance_bracket(
-        signal.head_logp_NK.exp(), signal.tail_N, student.head_NK.exp(), student.tail_N.exp()
-    )
+    logq_CS = (shifted_CS - log_total_C[:, None]).clamp_(min=LOWEST)
+    head_CK, draws_q_CM, answer_C = logq_CS[:, :K], logq_CS[:, K : K + M], logq_CS[:, -1]
+    bucket_C = tail_C.log() - log_total_C
+
+    p_CK, q_CK, q_tail_C = signal.head_logp_NK.exp(), head_CK.exp(), bucket_C.exp()
+    low_C, high_C = acceptance_bracket(p_CK, signal.tail_N, q_CK, q_tail_C)
+    if M:
+        assert signal.tail_logp_NM is not None
+        more_CM = (draws_q_CM - signal.tail_logp_NM).clamp(max=0.0).exp()
+        alpha_C = (low_C + signal.tail_N * more_CM.mean(-1)).clamp(max=1.0)
+        above_C = (q_CK * (p_CK > q_CK)).sum(-1)
+    else:
+        alpha_C = high_C
+        above_C = (q_CK * (p_CK > q_CK)).sum(-1) + q_tail_C * (signal.tail_N > q_tail_C)
+
+    def outcomes(head_CK: torch.Tensor, draws_CM: torch.Tensor, bucket_C: torch.Tensor, answer_C: torch.Tensor) -> Outcomes:
+        if M:
+            rest_p, rest_q = signal.tail_logp_NM, draws_CM
+            rest_mass = (signal.tail_N / M)[:, None].expand(-1, M)
+        else:
+            rest_p, rest_q = signal.tail_N.clamp(min=SMALLEST).log()[:, None], bucket_C[:, None]
+            rest_mass = signal.tail_N[:, None]
+        assert rest_p is not None
+        return Outcomes(
+            torch.cat([signal.head_logp_NK, rest_p], 1),
+            torch.cat([head_CK, rest_q], 1),
+            torch.cat([p_CK, rest_mass], 1),
+            answer_C,
+            head_CK[:, 0],
+            alpha_C,
+            above_C,
+        )
+
+    o = outcomes(head_CK, draws_q_CM, bucket_C, answer_C)
     argmax_C = argmax_C1.squeeze(-1)
     scores = Scores(
-        {name: loss(student, signal) for name, loss in LOSSES.items()},
+        {name: loss(o) for name, loss in head.losses.items()},
         (argmax_C == signal.head_ids_NK[:, 0]).float(),
         (argmax_C == signal.answer_N).float(),
+        _ratio(signal, answer_C),
         low_C,
         high_C,
+        alpha_C,
     )
-    return exp_CV, total_C, student, scores
+
+    def gradient(weights: dict[str, float], factor_C: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        leaves = [t.detach().requires_grad_() for t in (head_CK, draws_q_CM, bucket_C, answer_C)]
+        g_CK, g_CM, g_tail_C, g_answer_C = _derivative(leaves, outcomes, head.losses, weights, factor_C)
+        all_C = g_CK.sum(-1) + g_CM.sum(-1) + g_tail_C + g_answer_C
+        scale_C1 = ((g_tail_C / q_tail_C.clamp(min=SMALLEST) - all_C) / total_C)[:, None]
+        at_head_CK = g_CK - q_CK * all_C[:, None]
+        more_CS = torch.cat([g_CM, g_answer_C[:, None]], 1)
+        for rows in blocks:
+            exp_CB = kept if kept is not None else (hidden_CH @ weight_VH[rows].T).sub_(largest_C1).exp_()
+            grad_CB = exp_CB.mul_(scale_C1)
+            _put(grad_CB, signal.head_ids_NK, at_head_CK, rows)
+            _add(grad_CB, ids_CS[:, K:], more_CS, rows)
+            yield rows, grad_CB
+
+    return _View(scores, gradient)
 
 
-def _backward(
-    exp_CV: torch.Tensor, total_C: torch.Tensor, student: Student, signal: Signal, weights: dict[str, float]
-) -> torch.Tensor:
-    """The derivative of the summed loss by the logits [C, V], written over `exp_CV`. See the module's docstring."""
-    leaves = [t.detach().requires_grad_() for t in (student.answer_N, student.head_NK, student.tail_N)]
+def _ratio(signal: Signal, answer_C: torch.Tensor) -> torch.Tensor:
+    """min(1, q/p) at the answer. Where the answer is outside the head its p is not recorded, but at most the tail's mass and the
+    head's least: taken as that, the ratio is at least this.
+    """
+    is_CK = signal.head_ids_NK == signal.answer_N[:, None]
+    in_head_C = torch.where(is_CK, signal.head_logp_NK, -torch.inf).amax(-1)
+    most_C = torch.minimum(signal.tail_N.clamp(min=SMALLEST).log(), signal.head_logp_NK[:, -1])
+    return (answer_C - torch.where(is_CK.any(-1), in_head_C, most_C)).clamp(max=0.0).exp()
+
+
+# ---------------------------------------------------------------- the whole distribution
+
+
+def _look_at_all(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: FullSignal, head: Head) -> _View:
+    blocks, T = head.blocks(), signal.temperature
+    target_CH, target_VH = signal.hidden_NH, signal.weight_VH
+
+    def logits(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        p_CB = (target_CH @ target_VH[rows].T).float()
+        q_CB = hidden_CH @ weight_VH[rows].T
+        return (p_CB, q_CB) if T == 1 else (p_CB.div_(T), q_CB.div_(T))
+
+    ids_C1 = signal.answer_N[:, None]
+    best_p, best_q = (torch.full_like(hidden_CH[:, :1], -torch.inf) for _ in range(2))
+    argmax_p, argmax_q = torch.zeros_like(ids_C1), torch.zeros_like(ids_C1)
+    sum_p, sum_q = best_p.squeeze(-1), best_q.squeeze(-1)
+    at_p, at_q, top_q = (torch.full_like(best_p, -torch.inf) for _ in range(3))
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None
+    for rows in blocks:
+        p_CB, q_CB = logits(rows)
+        _gather(p_CB, ids_C1, rows, at_p)
+        _gather(q_CB, ids_C1, rows, at_q)
+        new_p, where_p = p_CB.max(-1, keepdim=True)
+        new_q, where_q = q_CB.max(-1, keepdim=True)
+        top_q = torch.where(new_p > best_p, q_CB.gather(-1, where_p), top_q)
+        argmax_p = torch.where(new_p > best_p, where_p + rows.start, argmax_p)
+        argmax_q = torch.where(new_q > best_q, where_q + rows.start, argmax_q)
+        best_p, best_q = torch.maximum(best_p, new_p), torch.maximum(best_q, new_q)
+        sum_p, sum_q = torch.logaddexp(sum_p, p_CB.logsumexp(-1)), torch.logaddexp(sum_q, q_CB.logsumexp(-1))
+        kept = (p_CB, q_CB) if len(blocks) == 1 else None
+    sum_p, sum_q = sum_p[:, None], sum_q[:, None]
+    if kept is not None:
+        kept = (kept[0].sub_(sum_p), kept[1].sub_(sum_q))
+
+    def logs(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        if kept is not None:
+            return kept
+        p_CB, q_CB = logits(rows)
+        return p_CB.sub_(sum_p), q_CB.sub_(sum_q)
+
+    alpha_C, above_C = torch.zeros_like(hidden_CH[:, 0]), torch.zeros_like(hidden_CH[:, 0])
+    for rows in blocks:
+        logp_CB, logq_CB = logs(rows)
+        alpha_C += torch.minimum(logp_CB, logq_CB).exp_().sum(-1)
+        above_C += torch.where(logp_CB > logq_CB, logq_CB, -torch.inf).exp_().sum(-1)
+    alpha_C = alpha_C.clamp_(max=1.0)
+    answer_C, top_C = (at_q - sum_q).squeeze(-1), (top_q - sum_q).squeeze(-1)
+    none_C0 = hidden_CH[:, :0]
+
+    def outcomes(
+        logp_CB: torch.Tensor, logq_CB: torch.Tensor, answer_C: torch.Tensor = answer_C, top_C: torch.Tensor = top_C
+    ) -> Outcomes:
+        return Outcomes(logp_CB, logq_CB, logp_CB.exp(), answer_C, top_C, alpha_C, above_C)
+
+    empty = {name: loss(outcomes(none_C0, none_C0)) for name, loss in head.losses.items()}
+    values = dict(empty)
+    for rows in blocks:
+        o = outcomes(*logs(rows))
+        for name, loss in head.losses.items():
+            values[name] = values[name] + loss(o) - empty[name]
+    argmax_C = argmax_q.squeeze(-1)
+    scores = Scores(
+        values,
+        (argmax_C == argmax_p.squeeze(-1)).float(),
+        (argmax_C == signal.answer_N).float(),
+        (answer_C - (at_p - sum_p).squeeze(-1)).clamp(max=0.0).exp(),
+        alpha_C,
+        alpha_C,
+        alpha_C,
+    )
+
+    def gradient(weights: dict[str, float], factor_C: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        factor_C = factor_C / T
+        ends = [t.detach().requires_grad_() for t in (answer_C, top_C)]
+        at_ends = partial(outcomes, none_C0, none_C0)
+        g_answer_C, g_top_C = _derivative(ends, at_ends, head.losses, weights, factor_C)
+
+        def direct(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            logp_CB, logq_CB = logs(rows)
+            leaf_CB = logq_CB.detach().requires_grad_()
+            (g_CB,) = _derivative([leaf_CB], partial(outcomes, logp_CB), head.losses, weights, factor_C)
+            return g_CB, logq_CB
+
+        all_C1 = (g_answer_C + g_top_C)[:, None]
+        made = [direct(rows) for rows in blocks] if len(blocks) == 1 else None
+        for rows in blocks:
+            g_CB, _ = made[0] if made else direct(rows)
+            all_C1 = all_C1 + g_CB.sum(-1, keepdim=True)
+        for rows in blocks:
+            g_CB, logq_CB = made[0] if made else direct(rows)
+            grad_CB = g_CB.sub_(logq_CB.exp().mul_(all_C1))
+            _add(grad_CB, torch.cat([ids_C1, argmax_p], 1), torch.stack([g_answer_C, g_top_C], 1), rows)
+            yield rows, grad_CB
+
+    return _View(scores, gradient)
+
+
+# ---------------------------------------------------------------- small parts
+
+
+def _derivative(
+    leaves: list[torch.Tensor],
+    outcomes: Callable[..., Outcomes],
+    losses: Mapping[str, Loss],
+    weights: dict[str, float],
+    factor_C: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Of the weighted sum by the leaves; zeros where no loss looks at one."""
     with torch.enable_grad():
-        seen = Student(*leaves)
-        loss = sum(w * LOSSES[name](seen, signal).sum() for name, w in weights.items() if w)
-        if isinstance(loss, torch.Tensor):
-            answer_C, head_CK, tail_C = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-        else:  # every weight is zero
-            answer_C, head_CK, tail_C = (torch.zeros_like(t) for t in leaves)
-    all_C = answer_C + head_CK.sum(-1) + tail_C
-    grad_CV = exp_CV.mul_(((tail_C / student.tail_N.exp().clamp(min=SMALLEST) - all_C) / total_C)[:, None])
-    grad_CV.scatter_(-1, signal.head_ids_NK, head_CK - student.head_NK.exp() * all_C[:, None])
-    return grad_CV.scatter_add_(-1, signal.answer_N[:, None], answer_C[:, None])
+        seen = outcomes(*leaves)
+        terms = [w * (factor_C * losses[name](seen)).sum() for name, w in weights.items() if w]
+        total = sum(terms) if terms else None
+    if not isinstance(total, torch.Tensor) or not total.requires_grad:
+        return tuple(torch.zeros_like(t) for t in leaves)
+    return torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
 
 
-def _join(parts: list[Scores], like: torch.Tensor) -> Scores:
+def _gather(logits_CB: torch.Tensor, ids_CS: torch.Tensor, rows: slice, out_CS: torch.Tensor) -> None:
+    """out[c, s] = logit of ids[c, s], for the ids in this block."""
+    inside_CS, at_CS = _inside(ids_CS, rows)
+    out_CS.copy_(torch.where(inside_CS, logits_CB.gather(-1, at_CS), out_CS))
+
+
+def _without(exp_CB: torch.Tensor, ids_CS: torch.Tensor, rows: slice) -> torch.Tensor:
+    """The same with 0 at these ids."""
+    inside_CS, at_CS = _inside(ids_CS, rows)
+    if bool(inside_CS.all()):
+        return exp_CB.scatter_(-1, at_CS, 0.0)
+    keep_CS = torch.where(inside_CS, 0.0, torch.inf)  # the smaller of an exponential and this
+    return exp_CB.scatter_reduce_(-1, at_CS, keep_CS, "amin")
+
+
+def _put(grad_CB: torch.Tensor, ids_CS: torch.Tensor, value_CS: torch.Tensor, rows: slice) -> None:
+    """grad[c, ids[c, s]] = value[c, s]; the ids of a position differ."""
+    inside_CS, at_CS = _inside(ids_CS, rows)
+    if bool(inside_CS.all()):
+        grad_CB.scatter_(-1, at_CS, value_CS)
+    else:
+        old_CS = grad_CB.gather(-1, at_CS)
+        grad_CB.scatter_add_(-1, at_CS, torch.where(inside_CS, value_CS - old_CS, 0.0))
+
+
+def _add(grad_CB: torch.Tensor, ids_CS: torch.Tensor, value_CS: torch.Tensor, rows: slice) -> None:
+    inside_CS, at_CS = _inside(ids_CS, rows)
+    grad_CB.scatter_add_(-1, at_CS, torch.where(inside_CS, value_CS, 0.0))
+
+
+def _inside(ids_CS: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether an id is in the block, and its column there (0 where it is not)."""
+    inside_CS = (ids_CS >= rows.start) & (ids_CS < rows.stop)
+    return inside_CS, torch.where(inside_CS, ids_CS - rows.start, 0)
+
+
+def _join(parts: list[Scores], like: torch.Tensor, head: Head) -> Scores:
     """Chunks joined; with no position at all, empty tensors, whose sums are zero (fault D12)."""
     none = torch.zeros(0, device=like.device)
 
@@ -164,9 +411,11 @@ def _join(parts: list[Scores], like: torch.Tensor) -> Scores:
         return torch.cat(tensors) if tensors else none
 
     return Scores(
-        {name: cat([s.losses[name] for s in parts]) for name in LOSSES},
+        {name: cat([s.losses[name] for s in parts]) for name in head.losses},
         cat([s.top1_N for s in parts]),
         cat([s.accepted_N for s in parts]),
+        cat([s.ratio_N for s in parts]),
         cat([s.alpha_low_N for s in parts]),
         cat([s.alpha_high_N for s in parts]),
+        cat([s.alpha_N for s in parts]),
     )
