@@ -21,6 +21,8 @@ class Signal:
     head_ids_NK: torch.Tensor  # int64, its K most likely ids, most likely first
     head_logp_NK: torch.Tensor  # float32, their log-probabilities
     tail_N: torch.Tensor  # float32, the mass of all other ids
+    tail_ids_NM: torch.Tensor | None = None  # int64, M ids drawn from these others; None where none were
+    tail_logp_NM: torch.Tensor | None = None  # float32, log p of each, not given that it is outside the head
 
 
 @dataclass(frozen=True)
