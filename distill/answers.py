@@ -1,7 +1,8 @@
-"""The target's answers on disk: one row per prompt, Arrow shards in a folder, whole or absent.
+"""The target's answers on disk: one row per conversation, Arrow shards in a folder, whole or absent.
 
 Layout: meta.json (what made it, and whether it is complete) and shards/part-00000.arrow … (Arrow stream format, memory-
-mapped by `datasets`). At K recorded tokens a position costs 6 K + 8 bytes: 200 at K = 32. Shapes: n answer tokens.
+mapped by `datasets`). A supervised token costs 6 (K + M) + 8 bytes, any other token 4: 200 at K = 32 and M = 0, and 200 at
+K = 24 and M = 8. Shapes: n supervised tokens of a row, K recorded ids of the head, M drawn ids of the tail.
 """
 
 from __future__ import annotations
@@ -24,18 +25,25 @@ from pairing.files import read_json, write_bytes, write_json
 from pairing.pair import describe_model
 from pairing.source import ModelSource
 
-SCHEMA = 1
+SCHEMA = 2
 COLUMNS = pa.schema(
     [
         ("id", pa.string()),
-        ("messages", pa.string()),  # JSON
+        # JSON: what the last answer answers, with every assistant turn before it; the last answer is there as tokens only
+        ("messages", pa.string()),
         ("tags", pa.string()),  # JSON
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("answer_ids", pa.list_(pa.int32())),  # with the ending token, where the answer ended by itself
-        ("finish_reason", pa.string()),  # "stop" or "length"
+        ("input_ids", pa.list_(pa.int32())),  # prompts and answers in order, to the last supervised token
+        # [start, end, start, end, …] of the answers in input_ids, ascending, none empty. An answer's ending token is in it,
+        # where the answer ended by itself. Every token in a span is supervised, no other is
+        ("spans", pa.list_(pa.int32())),
+        ("finish_reason", pa.string()),  # of the last answer: "stop" or "length"
+        # from here on by supervised position, spans in order: the distribution from which that token came, that is the
+        # logits at the token before it
         ("head_ids", pa.list_(pa.int32())),  # [n * K], the K most likely at each position, most likely first
         ("head_logprobs", pa.list_(pa.float16())),  # [n * K], at temperature 1, never renormalised
         ("tail_mass", pa.list_(pa.float32())),  # [n], probability of all other tokens together
+        ("tail_ids", pa.list_(pa.int32())),  # [n * M], drawn from the tokens outside the head, with replacement
+        ("tail_logprobs", pa.list_(pa.float16())),  # [n * M], log p itself, not given that it is outside the head
     ]
 )
 NO_PROBABILITY = -1e4  # stands for -inf: exp gives 0, and 0 · log p stays a number
@@ -43,14 +51,20 @@ NO_PROBABILITY = -1e4  # stands for -inf: exp gives 0, and 0 · log p stays a nu
 
 @dataclass(frozen=True)
 class Answer:
-    """What the target said to one prompt. Position j is the distribution from which answer_ids[j] came."""
+    """A conversation with the target's answers; the columns above say more."""
 
     prompt: Prompt
-    prompt_ids: list[int]
-    answer_ids: list[int]  # n
+    input_ids: list[int]
+    spans: list[tuple[int, int]]
     finish_reason: str
     head_ids_NK: NDArray[np.int32]
     head_logprobs_NK: NDArray[np.float32]
+    tail_ids_NM: NDArray[np.int32] | None = None  # None: M = 0
+    tail_logprobs_NM: NDArray[np.float32] | None = None
+
+    @property
+    def supervised(self) -> int:
+        return sum(end - start for start, end in self.spans)
 
 
 @dataclass(frozen=True)
@@ -59,11 +73,36 @@ class Answers:
     data: datasets.Dataset  # ordered by id, so the order does not depend on which prompt was answered first
 
 
+def spans_of(flat: Sequence[int] | NDArray[Any]) -> list[tuple[int, int]]:
+    """(start, end) of each answer, from the column `spans`."""
+    return [(int(start), int(end)) for start, end in zip(flat[::2], flat[1::2], strict=True)]
+
+
+def supervised_index(flat: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+    """[n] the supervised tokens' places in input_ids, from the column `spans`. Their logits stand one place earlier."""
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(start, end) for start, end in spans_of(flat))])
+
+
+def good_spans(flat: Sequence[int] | NDArray[Any], tokens: int) -> bool:
+    """Whether these are spans of a row of `tokens` tokens: in order, none empty, something before the first, and nothing
+    after the last. No span at all is good: such a row teaches nothing."""
+    edges = np.asarray([1, *flat, tokens] if len(flat) else [], np.int64)
+    gaps = np.diff(edges)
+    return len(flat) % 2 == 0 and bool(
+        (gaps[::2] >= 0).all() and (gaps[1::2] > 0).all() and (edges[-2:-1] == tokens).all()
+    )
+
+
 def write_shard(folder: Path, answers: Sequence[Answer]) -> Path:
     """Adds one shard atomically and returns its path."""
     for a in answers:
+        assert good_spans([edge for span in a.spans for edge in span], len(a.input_ids)), a.prompt.id
         assert a.head_ids_NK.shape == a.head_logprobs_NK.shape, a.prompt.id
-        assert len(a.head_ids_NK) == len(a.answer_ids), a.prompt.id
+        assert len(a.head_ids_NK) == a.supervised, a.prompt.id
+        if a.tail_ids_NM is not None:
+            assert a.tail_logprobs_NM is not None, a.prompt.id
+            assert a.tail_ids_NM.shape == a.tail_logprobs_NM.shape, a.prompt.id
+            assert len(a.tail_ids_NM) == a.supervised, a.prompt.id
     heads = [a.head_logprobs_NK.astype(np.float64) for a in answers]
     # from the full-precision head, before it is rounded to 16 bits; clipped, as a sum of rounded parts may pass 1
     tails = [np.clip(1 - np.exp(h).sum(axis=1), 0, 1) for h in heads]
@@ -71,12 +110,14 @@ def write_shard(folder: Path, answers: Sequence[Answer]) -> Path:
         "id": [a.prompt.id for a in answers],
         "messages": [json.dumps(a.prompt.messages, ensure_ascii=False) for a in answers],
         "tags": [json.dumps(a.prompt.tags, ensure_ascii=False) for a in answers],
-        "prompt_ids": [np.asarray(a.prompt_ids, np.int32) for a in answers],
-        "answer_ids": [np.asarray(a.answer_ids, np.int32) for a in answers],
+        "input_ids": [np.asarray(a.input_ids, np.int32) for a in answers],
+        "spans": [np.asarray(a.spans, np.int32).ravel() for a in answers],
         "finish_reason": [a.finish_reason for a in answers],
         "head_ids": [a.head_ids_NK.ravel() for a in answers],
-        "head_logprobs": [np.maximum(h, NO_PROBABILITY).astype(np.float16).ravel() for h in heads],
+        "head_logprobs": [_half(h) for h in heads],
         "tail_mass": [t.astype(np.float32) for t in tails],
+        "tail_ids": [[] if a.tail_ids_NM is None else a.tail_ids_NM.ravel() for a in answers],
+        "tail_logprobs": [[] if a.tail_logprobs_NM is None else _half(a.tail_logprobs_NM) for a in answers],
     }
     batch = pa.record_batch([pa.array(columns[f.name], f.type) for f in COLUMNS], schema=COLUMNS)
     sink = io.BytesIO()
@@ -87,6 +128,10 @@ def write_shard(folder: Path, answers: Sequence[Answer]) -> Path:
     path = folder / "shards" / f"part-{number:05d}.arrow"
     write_bytes(path, sink.getvalue())
     return path
+
+
+def _half(logprobs: NDArray[Any]) -> NDArray[np.float16]:
+    return np.maximum(logprobs, NO_PROBABILITY).astype(np.float16).ravel()
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -100,7 +145,7 @@ def begin(folder: Path, meta: dict[str, Any]) -> set[str]:
     Raises InputError where it holds answers of another target, prompts or sampling.
     """
     if (folder / "meta.json").is_file():
-        held = read_json(folder / "meta.json")
+        held = _meta(folder)
         keys = [k for k, v in meta.items() if k != "versions" and held.get(k) != v]
         if keys:
             raise InputError(
@@ -128,11 +173,7 @@ def open_answers(folder: Path) -> Answers:
     """All answers in `folder`, memory-mapped. Raises InputError where there are none, or not all yet."""
     if not (folder / "meta.json").is_file():
         raise InputError(f"{folder}: no answers there (no meta.json): make them with `draftsmith generate`")
-    meta = read_json(folder / "meta.json")
-    if meta.get("schema") != SCHEMA:
-        raise InputError(
-            f"{folder}: schema {meta.get('schema')!r}, this version reads {SCHEMA}: generate the answers again"
-        )
+    meta = _meta(folder)
     if not meta["complete"]:
         raise InputError(
             f"{folder}: the answers are not complete: run the same `draftsmith generate` again to finish them"
@@ -159,14 +200,18 @@ def require_target(answers: Answers, target: ModelSource) -> None:
 
 
 def statistics(folder: Path) -> dict[str, Any]:
-    """Counts over all whole shards: prompts, prompt and answer tokens, how answers ended, the mean tail mass."""
+    """Counts over all whole shards: conversations, their prompt tokens (all that are not supervised) and answer tokens, how
+    their last answers ended, the mean tail mass."""
     tables = [_read(path) for path in shard_paths(folder)]
-    prompt = np.array([len(ids) for t in tables for ids in t["prompt_ids"]])
-    answer = np.array([len(ids) for t in tables for ids in t["answer_ids"]])
+    tokens = np.array([len(ids) for t in tables for ids in t["input_ids"]])
+    spans = [spans_of(flat.as_py()) for t in tables for flat in t["spans"]]
+    answer = np.array([sum(end - start for start, end in row) for row in spans])
+    prompt = tokens - answer
     stops = sum(reason == "stop" for t in tables for reason in t["finish_reason"].to_pylist())
     tail = np.concatenate([t["tail_mass"].combine_chunks().flatten().to_numpy() for t in tables])
     return {
         "prompts": len(prompt),
+        "answers": sum(map(len, spans)),
         "prompt_tokens": _spread(prompt),
         "answer_tokens": _spread(answer),
         "stop": stops,
@@ -174,6 +219,16 @@ def statistics(folder: Path) -> dict[str, Any]:
         "tail_mass_mean": float(tail.mean()) if len(tail) else None,
         "bytes": sum(path.stat().st_size for path in shard_paths(folder)),
     }
+
+
+def _meta(folder: Path) -> dict[str, Any]:
+    meta: dict[str, Any] = read_json(folder / "meta.json")
+    if meta.get("schema") != SCHEMA:
+        raise InputError(
+            f"{folder}: answers of schema {meta.get('schema')!r}, this version reads {SCHEMA}: delete the folder and make "
+            "them again with the same `draftsmith generate`"
+        )
+    return meta
 
 
 def _spread(counts: NDArray[np.int_]) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """From stored answers to batches: checked once, ordered by (seed, epoch), grouped by length, split over ranks.
 
-Shapes: B rows, L columns, N supervised positions, K ids of the target's head. Supervised are the answer's tokens, its
-ending token among them; prompts are not. Hidden column t predicts token t + 1, so the last token is no input.
+Shapes: B rows, L columns, N supervised positions, K ids of the target's head, M drawn from its tail, P rows in all.
+Supervised are the answers' tokens, their ending tokens among them; prompts are not. Hidden column t predicts token t + 1, so
+the last token is no input.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distill.answers import NO_PROBABILITY, Answers
+from distill.answers import NO_PROBABILITY, Answers, good_spans, spans_of, supervised_index
 from distill.losses import Signal
 from pairing.errors import InputError
 
@@ -39,17 +40,18 @@ class Rows:
 
     data: Any  # datasets.Dataset
     head: int  # K
+    tail: int  # M
     real: int  # ids from here on are padding rows
-    prompt_P: Ints  # tokens per prompt
-    answer_P: Ints  # supervised tokens per answer
+    tokens_P: Ints  # all tokens of a row
+    supervised_P: Ints  # those in its answers
 
     def __len__(self) -> int:
-        return len(self.prompt_P)
+        return len(self.tokens_P)
 
     @property
     def share(self) -> float:
         """Supervised tokens / all tokens."""
-        return float(self.answer_P.sum() / (self.prompt_P.sum() + self.answer_P.sum()))
+        return float(self.supervised_P.sum() / self.tokens_P.sum())
 
 
 def check_rows(answers: Answers, name: str, *, rows: int, real: int, context: int) -> Rows:
@@ -61,22 +63,28 @@ def check_rows(answers: Answers, name: str, *, rows: int, real: int, context: in
             f"{name}: the target that wrote them has {answers.meta['rows']} vocabulary rows, the draft {rows}: "
             "vLLM refuses such a pair; make the draft from that target with `draftsmith init`"
         )
-    head = int(answers.meta["top_logprobs"])
+    head, tail = int(answers.meta["top_logprobs"]), int(answers.meta.get("tail_samples", 0))
     lengths: list[tuple[int, int]] = []
     too_long: list[str] = []
     for start in range(0, len(answers.data), SLICE):
         for row in _slice(answers.data, start):
-            prompt, answer = len(row["prompt_ids"]), len(row["answer_ids"])
-            lengths.append((prompt, answer))
-            if prompt + answer > context:
-                too_long.append(f"{row['id']} ({prompt} + {answer} tokens)")
-            for ids in (row["prompt_ids"], row["answer_ids"]):
-                if len(ids) and not 0 <= ids.min() <= ids.max() < real:
-                    raise InputError(
-                        f"{name}: prompt {row['id']} holds id {ids.max()}, the draft's vocabulary ends at {real - 1}: "
-                        "this draft is not of the target's vocabulary (see `draftsmith check`)"
-                    )
-            if len(row["head_ids"]) != answer * head or (answer and row["head_ids"].max() >= rows):
+            ids, supervised = row["input_ids"], len(supervised_index(row["spans"]))
+            lengths.append((len(ids), supervised))
+            if len(ids) > context:
+                too_long.append(f"{row['id']} ({len(ids)} tokens)")
+            if not good_spans(row["spans"], len(ids)):
+                raise InputError(
+                    f"{name}: prompt {row['id']} has answers at {row['spans'].tolist()} of {len(ids)} tokens, one of them empty "
+                    "or out of place: generate it again"
+                )
+            if len(ids) and not 0 <= ids.min() <= ids.max() < real:
+                raise InputError(
+                    f"{name}: prompt {row['id']} holds id {ids.max()}, the draft's vocabulary ends at {real - 1}: "
+                    "this draft is not of the target's vocabulary (see `draftsmith check`)"
+                )
+            whole = len(row["head_ids"]) == supervised * head and len(row["tail_ids"]) == supervised * tail
+            # the head may hold padding rows, which vLLM does not leave out; what is drawn never does
+            if not whole or row["head_ids"].max(initial=0) >= rows or row["tail_ids"].max(initial=0) >= real:
                 raise InputError(
                     f"{name}: prompt {row['id']} lacks part of its recorded distribution: generate it again"
                 )
@@ -85,12 +93,12 @@ def check_rows(answers: Answers, name: str, *, rows: int, real: int, context: in
             f"{name}: prompt {too_long[0]} is longer than the draft's context of {context} ({len(too_long)} such rows): "
             "leave it out, or make a draft with a longer context"
         )
-    prompt_P, answer_P = np.array(lengths, dtype=np.int64).reshape(-1, 2).T
-    if answer_P.sum() == 0:
+    tokens_P, supervised_P = np.array(lengths, dtype=np.int64).reshape(-1, 2).T
+    if supervised_P.sum() == 0:
         raise InputError(
             f"{name}: no answer token in {len(lengths)} rows, so there is nothing to learn: generate again"
         )
-    return Rows(answers.data.with_format("numpy"), head, real, prompt_P, answer_P)
+    return Rows(answers.data.with_format("numpy"), head, tail, real, tokens_P, supervised_P)
 
 
 def _slice(data: Any, start: int) -> list[dict[str, Any]]:
@@ -105,12 +113,12 @@ def windows(rows: Rows, seed: int, epoch: int, size: int) -> list[Ints]:
     nothing (faults D11, D14). Windows hold rows of similar length, in random order of windows.
     """
     rng = np.random.default_rng([seed, epoch])
-    order = rng.permutation(np.flatnonzero(rows.answer_P > 0))
+    order = rng.permutation(np.flatnonzero(rows.supervised_P > 0))
     full: list[Ints] = []
     short: list[Ints] = []
     for start in range(0, len(order), POOL * size):
         pool = order[start : start + POOL * size]
-        pool = pool[np.argsort((rows.prompt_P + rows.answer_P)[pool], kind="stable")]
+        pool = pool[np.argsort(rows.tokens_P[pool], kind="stable")]
         for i in range(0, len(pool), size):
             (full if len(pool[i : i + size]) == size else short).append(pool[i : i + size])
     return [full[i] for i in rng.permutation(len(full))] + short
@@ -124,13 +132,14 @@ def micro_batches(window: Ints, batch_size: int, rank: int, ranks: int) -> list[
 def collate(rows: Rows, indices: Ints, device: torch.device | str = "cpu") -> Batch:
     """The batch of these rows, with the target's signal at exactly the supervised positions."""
     picked = [rows.data[int(i)] for i in indices]
-    prompts = [np.asarray(r["prompt_ids"], dtype=np.int64) for r in picked]
-    answers = [np.asarray(r["answer_ids"], dtype=np.int64) for r in picked]
-    lengths = [len(p) + len(a) - 1 for p, a in zip(prompts, answers, strict=True)]
-    input_BL = np.zeros((len(picked), max(lengths)), dtype=np.int64)  # causal attention never looks at the padding
-    for b, (p, a) in enumerate(zip(prompts, answers, strict=True)):
-        input_BL[b, : lengths[b]] = np.concatenate([p, a])[: lengths[b]]
-    shortest = min(len(p) for p in prompts) - 1  # the prompt's last column predicts the first answer token
+    texts = [np.asarray(r["input_ids"], dtype=np.int64) for r in picked]
+    answers = [supervised_index(r["spans"]) for r in picked]
+    input_BL = np.zeros(
+        (len(picked), max(map(len, texts)) - 1), dtype=np.int64
+    )  # causal attention never sees the padding
+    for b, text in enumerate(texts):
+        input_BL[b, : len(text) - 1] = text[:-1]
+    shortest = min(int(a[0]) for a in answers) - 1  # the first supervised column of any row
     equal_L = (input_BL[:, :shortest] == input_BL[:1, :shortest]).all(axis=0)
     shared = int(equal_L.argmin()) if not equal_L.all() else shortest
 
@@ -139,15 +148,17 @@ def collate(rows: Rows, indices: Ints, device: torch.device | str = "cpu") -> Ba
 
     signal = _real_only(
         Signal(
-            torch.from_numpy(np.concatenate(answers)),
+            torch.from_numpy(np.concatenate([text[a] for text, a in zip(texts, answers, strict=True)])),
             torch.from_numpy(flat("head_ids", np.int64).reshape(-1, rows.head)),
             torch.from_numpy(flat("head_logprobs", np.float32).reshape(-1, rows.head)),
             torch.from_numpy(flat("tail_mass", np.float32)),
+            torch.from_numpy(flat("tail_ids", np.int64).reshape(-1, rows.tail)) if rows.tail else None,
+            torch.from_numpy(flat("tail_logprobs", np.float32).reshape(-1, rows.tail)) if rows.tail else None,
         ),
         rows.real,
     )
     row_N = np.repeat(np.arange(len(picked)), [len(a) for a in answers])
-    column_N = np.concatenate([len(p) - 1 + np.arange(len(a)) for p, a in zip(prompts, answers, strict=True)])
+    column_N = np.concatenate(answers) - 1
     batch = Batch(
         [str(r["id"]) for r in picked],
         torch.from_numpy(input_BL),
@@ -165,18 +176,17 @@ def _real_only(signal: Signal, real: int) -> Signal:
     if not padding_NK.any():
         return signal
     on_padding_N = (signal.head_logp_NK.exp() * padding_NK).sum(-1)
-    logp_NK = signal.head_logp_NK - torch.log1p(-on_padding_N)[:, None]
-    return Signal(
-        signal.answer_N,
-        signal.head_ids_NK,
-        logp_NK.masked_fill(padding_NK, NO_PROBABILITY),
-        signal.tail_N / (1 - on_padding_N),
+    rest_N1 = torch.log1p(-on_padding_N)[:, None]
+    return replace(
+        signal,
+        head_logp_NK=(signal.head_logp_NK - rest_N1).masked_fill(padding_NK, NO_PROBABILITY),
+        tail_N=signal.tail_N / (1 - on_padding_N),
+        tail_logp_NM=None if signal.tail_logp_NM is None else signal.tail_logp_NM - rest_N1,
     )
 
 
 def to_device(batch: Batch, device: torch.device | str) -> Batch:
-    s = batch.signal
-    signal = Signal(s.answer_N.to(device), s.head_ids_NK.to(device), s.head_logp_NK.to(device), s.tail_N.to(device))
+    signal = Signal(*(None if part is None else part.to(device) for part in vars(batch.signal).values()))
     return replace(
         batch,
         input_BL=batch.input_BL.to(device),
@@ -188,3 +198,8 @@ def to_device(batch: Batch, device: torch.device | str) -> Batch:
 
 def tags(rows: Rows, index: int) -> dict[str, Any]:
     return dict(json.loads(str(rows.data[index]["tags"])))
+
+
+def answer_lengths(rows: Rows, index: int) -> list[int]:
+    """Tokens of each answer of a row, in order."""
+    return [end - start for start, end in spans_of(rows.data[index]["spans"])]

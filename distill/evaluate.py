@@ -1,5 +1,6 @@
 """Held-out evaluation on the target's own text: agreement, α's bracket, τ by replay; before against after, in pairs.
 
+A row with several answers is one prompt: rounds never run from one answer into the next, and the bootstrap draws whole rows.
 Shapes: P prompts, R bootstrap resamples.
 """
 
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
 
-from distill.batches import Rows, collate, tags
+from distill.batches import Rows, answer_lengths, collate, tags
 from distill.head import head_scores
 from distill.student import supervised_hidden
-from pairing.acceptance import acceptance_length_of, replay
+from pairing.acceptance import Replay, acceptance_length_of, replay
 from pairing.bootstrap import interval
 
 LENGTHS = range(1, 9)  # K for which τ is given
@@ -29,7 +30,7 @@ MOST_GROUPS = 8  # a tag with more values than this names prompts rather than gr
 
 @dataclass(frozen=True)
 class PromptScore:
-    """One held-out prompt: sums over its answer tokens, and the tokens' acceptance at temperature 0."""
+    """One held-out prompt: sums over its answers' tokens, and the tokens' acceptance at temperature 0."""
 
     id: str
     tags: dict[str, Any]
@@ -37,7 +38,7 @@ class PromptScore:
     top1: float
     alpha_low: float
     alpha_high: float
-    accepted: list[int]  # w: 1 where the drafter's argmax is the answer token
+    accepted: list[list[int]]  # w of each answer: 1 where the drafter's argmax is the answer token
 
 
 def score_prompts(
@@ -46,8 +47,8 @@ def score_prompts(
     """Scores the first `most` prompts (None: all), shared out over the ranks and gathered; in the rows' order."""
     training = model.training
     model.eval()
-    indices = np.flatnonzero(rows.answer_P > 0)[:most]
-    by_length = indices[np.argsort((rows.prompt_P + rows.answer_P)[indices], kind="stable")]
+    indices = np.flatnonzero(rows.supervised_P > 0)[:most]
+    by_length = indices[np.argsort(rows.tokens_P[indices], kind="stable")]
     pieces = [by_length[i : i + batch_size] for i in range(0, len(by_length), batch_size)]
     mine: list[tuple[int, PromptScore]] = []
     weight = model.get_output_embeddings().weight
@@ -68,7 +69,7 @@ def score_prompts(
                     top1=float(top1.double().sum()),
                     alpha_low=float(low.double().sum()),
                     alpha_high=float(high.double().sum()),
-                    accepted=accepted.int().tolist(),
+                    accepted=[w.tolist() for w in accepted.int().split(answer_lengths(rows, int(i)))],
                 )
                 mine.append((int(i), score))
     model.train(training)
@@ -78,7 +79,7 @@ def score_prompts(
 def summary(scores: Sequence[PromptScore]) -> dict[str, Any]:
     """Token means of top-1 agreement and of α's bracket, and τ for each K. A figure without any round is null."""
     tokens = sum(s.tokens for s in scores)
-    tau = {K: replay([s.accepted for s in scores], K).acceptance_length for K in LENGTHS}
+    tau = {K: replay([w for s in scores for w in s.accepted], K).acceptance_length for K in LENGTHS}
     return {
         "top1": sum(s.top1 for s in scores) / tokens,
         "alpha_low": sum(s.alpha_low for s in scores) / tokens,
@@ -87,12 +88,31 @@ def summary(scores: Sequence[PromptScore]) -> dict[str, Any]:
     }
 
 
+def replay_prompts(accepted: Sequence[Sequence[Sequence[float]]], num_speculative_tokens: int) -> Replay:
+    """`replay` of every answer by itself, its counts [P, K] summed over the answers of a prompt, for the bootstrap."""
+    one = replay([w for answers in accepted for w in answers], num_speculative_tokens)
+    owner = np.repeat(np.arange(len(accepted)), [len(answers) for answers in accepted])
+
+    def by_prompt(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+        sums = np.zeros((len(accepted), *counts.shape[1:]))
+        np.add.at(sums, owner, counts)
+        return sums
+
+    return replace(
+        one,
+        at_risk_PK=by_prompt(one.at_risk_PK),
+        accepted_PK=by_prompt(one.accepted_PK),
+        cut_PK=by_prompt(one.cut_PK),
+        rounds_P=by_prompt(one.rounds_P),
+    )
+
+
 def compare(before: Sequence[PromptScore], after: Sequence[PromptScore]) -> dict[str, Any]:
     """Both summaries, the change of top-1 and of τ at K = 4 with its paired interval, and the groups by tag."""
     assert [s.id for s in before] == [s.id for s in after]
     tokens_P = np.array([s.tokens for s in after], dtype=np.float64)
     gain_P = np.array([a.top1 - b.top1 for a, b in zip(after, before, strict=True)])
-    old, new = (replay([s.accepted for s in scores], COMPARED_K) for scores in (before, after))
+    old, new = (replay_prompts([s.accepted for s in scores], COMPARED_K) for scores in (before, after))
     first, last = summary(before), summary(after)
 
     def tau_change(w_RP: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -90,7 +90,7 @@ def generate(job: Job, todo: Sequence[Request], answer: Answerer) -> dict[str, A
         with bar(f"answering {job.name}", len(job.requests), len(job.requests) - len(todo)) as advance:
             for one in answer(todo, job.sampling):
                 finished.append(one)
-                tokens += len(one.answer_ids)
+                tokens += one.supervised
                 advance(1, f"{tokens / (time.monotonic() - started):.0f} tok/s")
                 if len(finished) == SHARD_PROMPTS:
                     write_shard(job.folder, finished)

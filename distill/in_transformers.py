@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from distill.answers import Answer
-from distill.requests import Answerer, Request, Sampling, dtype, ending_ids, request_seed
+from distill.requests import Answerer, Request, Sampling, dtype, ending_ids, one_answer, request_seed
 from pairing.source import ModelSource, load_model
 
 BATCH = 32
@@ -76,7 +76,7 @@ def _answer_batch(model: Any, requests: Sequence[Request], sampling: Sampling, e
         mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(keep), 1)], dim=1)
         position_BS = position_BS[:, -1:] + 1
     return [
-        Answer(r.prompt, r.prompt_ids, ids, "stop" if ids[-1] in endings else "length",
-               np.stack([i for i, _ in head]), np.stack([p for _, p in head]))
+        one_answer(r, ids, "stop" if ids[-1] in endings else "length",
+                   np.stack([i for i, _ in head]), np.stack([p for _, p in head]))
         for r, ids, head in zip(requests, said, heads, strict=True)
     ]  # fmt: skip

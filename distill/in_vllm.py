@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distill.answers import Answer
-from distill.requests import Answerer, Request, Sampling, dtype, ending_ids, request_seed, text_config
+from distill.requests import Answerer, Request, Sampling, dtype, ending_ids, one_answer, request_seed, text_config
 from pairing.engine import require_vllm
 from pairing.engine_env import cpu_engine_env
 from pairing.errors import PartFailedError
@@ -140,7 +140,7 @@ def _answerer(core: Any, endings: list[int], max_num_seqs: int, log: Path) -> An
                         continue
                     request, n = running[output.request_id], len(done.token_ids)
                     head = head_of(done.logprobs.token_ids, done.logprobs.logprobs, n)
-                    yield Answer(request.prompt, request.prompt_ids, list(done.token_ids), done.finish_reason, *head)
+                    yield one_answer(request, list(done.token_ids), done.finish_reason, *head)
         except EngineDeadError as e:
             raise PartFailedError(
                 f"vLLM's engine died; finished prompts are kept, the same command goes on from there; its log: {log}"

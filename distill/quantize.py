@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from distill.answers import open_answers
+from distill.answers import open_answers, spans_of
 from pairing.alignment import tokens_by_id
 from pairing.card import write_card
 from pairing.errors import InputError, PartFailedError
@@ -157,12 +157,12 @@ def quantize_drafter(
 
 
 def recorded_texts(folder: Path, rows: int) -> tuple[list[Text], str]:
-    """The first answers of an answers folder, prompt and answer as one text. Positions that predict an answer count."""
+    """The first rows of an answers folder: a text per answer, from the conversation's beginning to the answer's end.
+    Positions that predict the answer count."""
     data = open_answers(folder).data
     texts = []
     for row in data.select(range(min(rows, len(data)))):
-        if row["answer_ids"]:
-            texts.append(Text([*row["prompt_ids"], *row["answer_ids"]], len(row["prompt_ids"])))
+        texts += [Text(row["input_ids"][:end], start) for start, end in spans_of(row["spans"])]
     if not texts:
         raise InputError(f"{folder}: it holds no answers to compare on")
     return texts, f"{len(texts)} answers of {folder}"

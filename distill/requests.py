@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from distill.answers import Answer
 from distill.prompts import Prompt
@@ -31,6 +33,19 @@ class Request:
 
 # Answers requests in any order, each as soon as it is finished.
 Answerer = Callable[[Sequence[Request], Sampling], Iterator[Answer]]
+
+
+def one_answer(
+    request: Request,
+    ids: list[int],
+    finish_reason: str,
+    head_ids_NK: NDArray[np.int32],
+    head_logprobs_NK: NDArray[np.float32],
+) -> Answer:
+    """The row of a request and the `ids` that answer it."""
+    start = len(request.prompt_ids)
+    spans = [(start, start + len(ids))]
+    return Answer(request.prompt, request.prompt_ids + ids, spans, finish_reason, head_ids_NK, head_logprobs_NK)
 
 
 def tokenize(prompts: Sequence[Prompt], tokenizer: Any, target: str) -> list[Request]:

@@ -69,7 +69,7 @@ class Position:
 
 def steps_of(settings: Settings, rows: Rows, ranks: int) -> tuple[int, int | None]:
     """Optimizer steps in an epoch, and in the run where epochs or max_steps limit it."""
-    per_epoch = math.ceil(int((rows.answer_P > 0).sum()) / (settings.batch_size * settings.accumulation * ranks))
+    per_epoch = math.ceil(int((rows.supervised_P > 0).sum()) / (settings.batch_size * settings.accumulation * ranks))
     limits = [math.ceil(per_epoch * settings.epochs)] if settings.epochs is not None else []
     limits += [settings.max_steps] if settings.max_steps is not None else []
     return per_epoch, min(limits, default=None)
@@ -120,8 +120,8 @@ def fit(
             row = _step(run, window, at.step, learning_rate(settings, progress))
             now = _agree(accelerator, before + time.monotonic() - start)
             last, at.seconds = now - at.seconds, now
-            at.step, at.tokens = at.step + 1, at.tokens + int(rows.answer_P[window].sum())
-            rate = float((rows.prompt_P + rows.answer_P)[window].sum()) / max(last, 1e-9)
+            at.step, at.tokens = at.step + 1, at.tokens + int(rows.supervised_P[window].sum())
+            rate = float(rows.tokens_P[window].sum()) / max(last, 1e-9)
             row = {"kind": "train", "step": at.step, "epoch": epoch, "tokens": at.tokens} | row
             _log(accelerator, out, row | {"tokens_per_s": round(rate, 1), "seconds": round(at.seconds, 2)})
             note = f"loss {row['loss']:.3f}  top-1 {row['top1']:.3f}  {rate:.0f} tok/s"
@@ -166,7 +166,7 @@ class Run:
 def window_gradients(run: Run, window: Ints) -> dict[str, float]:
     """Leaves the window's gradient in every parameter, on every rank, and returns the token means of STATS."""
     accelerator, settings = run.accelerator, run.settings
-    tokens = int(run.rows.answer_P[window].sum())
+    tokens = int(run.rows.supervised_P[window].sum())
     sums = torch.zeros(len(STATS), dtype=torch.float64, device=accelerator.device)
     for indices in micro_batches(window, settings.batch_size, accelerator.process_index, accelerator.num_processes):
         batch = collate(run.rows, indices, accelerator.device)

@@ -198,7 +198,7 @@ def _inputs(config: DistillConfig, notes: Console) -> tuple[Rows, dict[str, Rows
                 "nothing; generate it from other prompts"
             )
     for name, r in rows.items():
-        supervised, all_tokens = int(r.answer_P.sum()), int((r.prompt_P + r.answer_P).sum())
+        supervised, all_tokens = int(r.supervised_P.sum()), int(r.tokens_P.sum())
         share = f"{supervised:,} supervised of {all_tokens:,} tokens ({r.share:.1%})"
         notes.print(f"{name}: {len(r)} prompts, {share}", markup=False)
     data = rows.pop("data")
@@ -237,7 +237,7 @@ def _plan(
     body = sum(p.numel() for p in model.parameters()) - head.numel()
     body -= 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
     per_epoch, total = steps_of(settings, rows, accelerator.num_processes)
-    tokens, supervised = int((rows.prompt_P + rows.answer_P).sum()), int(rows.answer_P.sum())
+    tokens, supervised = int(rows.tokens_P.sum()), int(rows.supervised_P.sum())
     head_passes = 4 if config.trainable == "layers" else 6
     seconds = (6 * body * tokens + head_passes * head.numel() * supervised) / _flops(accelerator.device)
     epoch_minutes = seconds / accelerator.num_processes / 60

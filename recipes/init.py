@@ -140,7 +140,7 @@ def chosen_on_text(
     answers = open_answers(config.answers)
     require_target(answers, target)
     rows = answers.data.select(range(min(config.texts, len(answers.data))))
-    texts = [[*row["prompt_ids"], *row["answer_ids"]][:LONGEST] for row in rows]
+    texts = [row["input_ids"][:LONGEST] for row in rows]
     old = shape_of(read_json(target.path / "config.json"))
     found = importance(load_model(target.path), texts, old)
     if config.by == "influence":

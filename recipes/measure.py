@@ -161,12 +161,16 @@ def preflight_of(settings: server.Settings, arm: Arm, backend: str) -> Serving:
 
 
 def chosen(answers: Answers, workload: WorkloadConfig, group_by: str | None) -> list[Request]:
-    """The first `limit` prompts by id, which is a digest and so a fair draw; each group keeps its share."""
+    """The first `limit` prompts by id, which is a digest and so a fair draw; each group keeps its share. A conversation
+    counts once, and is asked for its last answer."""
     groups: dict[str | None, list[Request]] = defaultdict(list)
-    for row in answers.data.select_columns(["id", "prompt_ids", "tags"]):
+    for row in answers.data.select_columns(["id", "input_ids", "spans", "tags"]):
+        if not row["spans"]:
+            continue
         tags = json.loads(row["tags"])
         group = f"{group_by}={json.dumps(tags[group_by])}" if group_by in tags else None
-        groups[group].append(Request(row["id"], row["prompt_ids"], workload.max_tokens, group, tags))
+        prompt_ids = row["input_ids"][: row["spans"][-2]]
+        groups[group].append(Request(row["id"], prompt_ids, workload.max_tokens, group, tags))
     share = min(1.0, workload.limit / sum(map(len, groups.values())))
     return [r for requests in groups.values() for r in requests[: max(1, round(share * len(requests)))]]
 
@@ -187,7 +191,7 @@ def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[s
                 context=model.config.max_position_embeddings,
             )
             scores = score_prompts(accelerator, model, rows, batch_size=8, chunk=256)
-            accepted = {s.id: s.accepted for s in scores}
+            accepted = {s.id: s.accepted[-1] for s in scores}  # of the answer that is asked for
             for group in {None, *(r.group for r in requests)}:
                 w = [accepted[r.id] for r in requests if group in (None, r.group) and r.id in accepted]
                 out[arm.name, name, group] = replay(w, arm.num_speculative_tokens).acceptance_length
@@ -197,15 +201,19 @@ def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[s
 def recorded(
     answers: dict[str, Answers],
 ) -> tuple[dict[tuple[str, str, int], dict[int, float]], dict[tuple[str, str], list[int]]]:
-    """What the target's own distribution was along its recorded answers, and those answers."""
+    """What the target's own distribution was along its recorded answers, each row's last one, and those answers."""
     log_probs: dict[tuple[str, str, int], dict[int, float]] = {}
     references: dict[tuple[str, str], list[int]] = {}
     for name, held in answers.items():
         k = held.meta["top_logprobs"]
         for row in held.data:
-            references[name, row["id"]] = row["answer_ids"]
-            for at in range(len(row["answer_ids"])):
-                span = slice(at * k, (at + 1) * k)
+            if not row["spans"]:
+                continue
+            start, end = row["spans"][-2:]
+            references[name, row["id"]] = row["input_ids"][start:end]
+            before = len(row["tail_mass"]) - (end - start)  # positions of the answers before it
+            for at in range(end - start):
+                span = slice((before + at) * k, (before + at + 1) * k)
                 log_probs[name, row["id"], at] = dict(
                     zip(row["head_ids"][span], row["head_logprobs"][span], strict=True)
                 )

@@ -22,8 +22,9 @@ SYSTEM = [1, *range(40, 52), 2]  # a system prompt's tokens: every prompt begins
 
 def store(folder: Path, answers: Sequence[Answer], target: Path, rows: int = ROWS) -> Path:
     """Writes `answers`, said to be of the model in `target`, and returns `folder`."""
-    k = answers[0].head_ids_NK.shape[1]
-    begin(folder, {"target": describe_model(resolve(str(target))), "rows": rows, "top_logprobs": k})
+    k, tail = answers[0].head_ids_NK.shape[1], answers[0].tail_ids_NM
+    sizes = {"rows": rows, "top_logprobs": k, "tail_samples": 0 if tail is None else tail.shape[1]}
+    begin(folder, {"target": describe_model(resolve(str(target))), **sizes})
     write_shard(folder, answers)
     complete(folder, {})
     return folder
@@ -41,7 +42,29 @@ def made_up(
         logp = np.log(np.maximum(np.take_along_axis(p, ids.astype(np.int64), -1), 1e-30)).astype(np.float32)
         prompt_ids = [*SYSTEM, *rng.integers(3, REAL_TOKENS, prompt_length - len(SYSTEM)).tolist()]
         chat = prompt([{"role": "user", "content": f"{seed} {i}"}], tags or {})
-        answers.append(Answer(chat, prompt_ids, [int(t) for t in ids[:, 0]], "stop", ids, logp))
+        spans = [(prompt_length, prompt_length + n)] if n else []
+        answers.append(Answer(chat, prompt_ids + [int(t) for t in ids[:, 0]], spans, "stop", ids, logp))
+    return answers
+
+
+def two_turns(lengths: Sequence[tuple[int, int]], seed: int = 0, tail: int = 0) -> list[Answer]:
+    """As `made_up`, each row a prompt of 20 tokens, an answer, a question of 5 and a second answer; `tail` drawn ids a
+    position, from real ids outside the head."""
+    rng = np.random.default_rng([seed, 2])
+    answers = []
+    for i, ((first, second), one) in enumerate(
+        zip(lengths, made_up([a + b for a, b in lengths], seed=seed), strict=True)
+    ):
+        said = one.input_ids[20:]
+        question = rng.integers(3, REAL_TOKENS, 5).tolist()
+        ids = [*one.input_ids[: 20 + first], *question, *said[first:]]
+        spans = [(20, 20 + first), (25 + first, 25 + first + second)]
+        chat = prompt([{"role": "user", "content": f"two turns {seed} {i}"}], {"seen": i % 3 != 0})
+        outside = [np.setdiff1d(np.arange(REAL_TOKENS), head) for head in one.head_ids_NK]
+        tails = np.array([rng.choice(ids_, tail) for ids_ in outside], np.int32).reshape(len(said), tail)
+        logp = rng.uniform(-12, -6, tails.shape).astype(np.float32)
+        drawn = (tails, logp) if tail else (None, None)
+        answers.append(Answer(chat, ids, spans, "stop", one.head_ids_NK, one.head_logprobs_NK, *drawn))
     return answers
 
 
@@ -60,5 +83,5 @@ def answered(target: Path, count: int, seed: int, longest: int = 14) -> list[Ans
         chat = prompt([{"role": "user", "content": str(prompt_ids)}], {"seen": i % 3 != 0})
         head_ids = np.stack([h.indices.numpy() for h in heads]).astype(np.int32)
         logp = np.stack([h.values.numpy() for h in heads])
-        answers.append(Answer(chat, prompt_ids, ids[len(prompt_ids) :], "stop", head_ids, logp))
+        answers.append(Answer(chat, ids, [(len(prompt_ids), len(ids))], "stop", head_ids, logp))
     return answers

@@ -352,10 +352,10 @@ def test_the_artifact_is_a_better_drafter_that_loads(place: Path, whole: Callabl
     model = load_model(out / "drafter")
     for line in lines:  # w, recomputed the plain way
         row = answers[line["id"]]
-        ids = torch.tensor([row["prompt_ids"] + row["answer_ids"]])
+        ids, start = torch.tensor([row["input_ids"]]), row["spans"][0]
         with torch.inference_mode():
-            guess = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1, : tiny.REAL_TOKENS].argmax(-1)
-        assert line["w_after"] == (guess == torch.tensor(row["answer_ids"])).int().tolist()
+            guess = model(ids).logits[0, start - 1 : -1, : tiny.REAL_TOKENS].argmax(-1)
+        assert line["w_after"] == [(guess == ids[0, start:]).int().tolist()]
     log = read_jsonl(out / "metrics.jsonl")
     assert [r["step"] for r in log if r["kind"] == "eval"] == list(range(0, 81, 8))
     assert set(log[1]) >= {
@@ -444,7 +444,7 @@ def test_dry_run_prints_sizes_and_writes_nothing(
     params = sum(p.numel() for _, p in freeze(load_model(place / "draft"), "layers"))
     assert plan["trainable_parameters"] == params
     assert plan["checkpoint_bytes"] == 12 * params
-    assert plan["supervised_tokens"] == int(rows_of(place / "train").answer_P.sum())
+    assert plan["supervised_tokens"] == int(rows_of(place / "train").supervised_P.sum())
     assert not (tmp_path / "out").exists()
 
 

@@ -120,7 +120,7 @@ def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
     """Same answers and same ends; heads equal up to float16's rounding; tails up to float32's."""
     assert len(one) == len(other) == COUNT
     for a, b in zip(one, other, strict=True):
-        for key in ("id", "messages", "prompt_ids", "answer_ids", "finish_reason"):
+        for key in ("id", "messages", "input_ids", "spans", "finish_reason"):
             assert a[key] == b[key], key
         p, q = (np.array(row["head_logprobs"]).reshape(-1, 8) for row in (a, b))
         np.testing.assert_allclose(p, q, rtol=2e-3)
@@ -170,9 +170,9 @@ def test_draws_follow_their_seeds_and_not_the_batch(jobs: list[Job], tmp_path: P
         job = Job(name, tmp_path / name, requests, hot, {"top_logprobs": 8})
         generate(job, unanswered(job), in_vllm)
         runs.append(open_answers(job.folder).data.to_list())
-    assert [row["answer_ids"] for row in runs[0]] == [row["answer_ids"] for row in runs[1]]
+    assert [row["input_ids"] for row in runs[0]] == [row["input_ids"] for row in runs[1]]
     heads = np.concatenate([np.array(row["head_ids"]).reshape(-1, 8) for row in runs[0]])
-    drawn = np.concatenate([row["answer_ids"] for row in runs[0]])
+    drawn = np.concatenate([row["input_ids"][row["spans"][0] :] for row in runs[0]])
     inside = (heads == drawn[:, None]).any(1)
     tails = np.concatenate([row["tail_mass"] for row in runs[0]])
     # drawn from the very distribution that is recorded: outside the head as often as its tail says (4 sigma)

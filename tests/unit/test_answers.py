@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,20 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from distill.answers import Answer, begin, complete, open_answers, require_target, shard_paths, write_shard
+from distill.answers import (
+    Answer,
+    begin,
+    complete,
+    good_spans,
+    open_answers,
+    require_target,
+    shard_paths,
+    supervised_index,
+    write_shard,
+)
 from distill.prompts import Prompt, prompt
 from pairing.errors import InputError
-from pairing.files import read_json
+from pairing.files import read_json, write_json
 from pairing.pair import describe_model
 from pairing.source import resolve
 from tests import tiny
@@ -31,7 +42,8 @@ def answer(i: int, n: int = 5, k: int = 4, rows: int = 50) -> Answer:
     ids = np.argsort(-logprobs, axis=1)[:, :k]
     head = np.take_along_axis(logprobs, ids, axis=1)
     reason = "stop" if i % 3 else "length"
-    return Answer(chat(i), [1, 7, i], ids[:, 0].tolist(), reason, ids.astype(np.int32), head.astype(np.float32))
+    input_ids = [1, 7, i, *ids[:, 0].tolist()]
+    return Answer(chat(i), input_ids, [(3, 3 + n)], reason, ids.astype(np.int32), head.astype(np.float32))
 
 
 META: dict[str, Any] = {"target": {"name": "t"}, "top_logprobs": 4, "sampling": {"temperature": 0.0}, "versions": {}}
@@ -52,8 +64,9 @@ def test_read_back(tmp_path: Path) -> None:
         one, row = answer(i), next(row for row in found.data.with_format("numpy") if row["id"] == chat(i).id)
         assert json.loads(row["messages"]) == chat(i).messages
         assert json.loads(row["tags"]) == {"seen": i % 2 == 0}
-        assert row["prompt_ids"].tolist() == [1, 7, i]
-        assert row["answer_ids"].tolist() == one.answer_ids
+        assert row["input_ids"].tolist() == one.input_ids
+        assert row["spans"].tolist() == [3, 8]
+        assert len(row["tail_ids"]) == len(row["tail_logprobs"]) == 0
         assert row["finish_reason"] == one.finish_reason
         assert row["head_ids"].reshape(5, 4).tolist() == one.head_ids_NK.tolist()
         np.testing.assert_allclose(row["head_logprobs"].reshape(5, 4), one.head_logprobs_NK, rtol=2**-11)
@@ -68,7 +81,7 @@ def test_read_back(tmp_path: Path) -> None:
 def test_a_head_without_tail_and_a_token_without_probability(tmp_path: Path) -> None:
     begin(tmp_path / "a", META)
     sure = np.array([[1e-7, -np.inf]], np.float32)  # float32 sums may pass 1 by a rounding
-    write_shard(tmp_path / "a", [Answer(chat(0), [1], [3], "stop", np.array([[3, 4]], np.int32), sure)])
+    write_shard(tmp_path / "a", [Answer(chat(0), [1, 3], [(1, 2)], "stop", np.array([[3, 4]], np.int32), sure)])
     complete(tmp_path / "a", {})
     row = open_answers(tmp_path / "a").data.with_format("numpy")[0]
     assert row["tail_mass"].tolist() == [0.0]
@@ -83,15 +96,64 @@ def test_rows_do_not_depend_on_who_was_answered_first(tmp_path: Path) -> None:
     assert one["id"][:] == sorted(one["id"][:])
 
 
-def test_a_token_costs_200_bytes_at_k_32(tmp_path: Path) -> None:
+def test_spans_of_several_answers(tmp_path: Path) -> None:
+    """Positions are those of all spans in order; drawn tail ids stand beside them, with their own log p."""
+    one = answer(0, n=5)
+    tails = np.arange(15, dtype=np.int32).reshape(5, 3)
+    logp = np.linspace(-4, -15, 15, dtype=np.float32).reshape(5, 3)
+    ids = [1, 7, *one.input_ids[3:5], 9, 9, *one.input_ids[5:8]]
+    folder = tmp_path / "a"
+    begin(folder, META | {"tail_samples": 3})
+    rows = [
+        Answer(chat(0), ids, [(2, 4), (6, 9)], "stop", one.head_ids_NK, one.head_logprobs_NK, tails, logp),
+        answer(1),
+    ]
+    write_shard(folder, rows)
+    stats = complete(folder, {})
+    row = next(row for row in open_answers(folder).data.with_format("numpy") if row["id"] == chat(0).id)
+    assert row["spans"].tolist() == [2, 4, 6, 9]
+    assert supervised_index(row["spans"]).tolist() == [2, 3, 6, 7, 8]
+    assert row["input_ids"][supervised_index(row["spans"])].tolist() == one.head_ids_NK[:, 0].tolist()
+    assert row["tail_ids"].reshape(5, 3).tolist() == tails.tolist()
+    np.testing.assert_allclose(row["tail_logprobs"].reshape(5, 3), logp, rtol=2**-11)
+    assert (stats["prompts"], stats["answers"]) == (2, 3)
+    assert (stats["prompt_tokens"]["total"], stats["answer_tokens"]["total"]) == (4 + 3, 5 + 5)
+
+
+@pytest.mark.parametrize(
+    ("flat", "good"),
+    [
+        ([1, 9], True),
+        ([2, 4, 4, 9], True),
+        ([2, 4, 6, 9], True),
+        ([], True),
+        ([0, 9], False),  # nothing predicts the first token
+        ([2, 4, 6, 8], False),  # a token after the last answer
+        ([2, 4, 6, 10], False),
+        ([2, 2, 6, 9], False),
+        ([2, 7, 6, 9], False),
+        ([6, 9, 2, 4], False),
+        ([2, 4, 9], False),
+    ],
+)
+def test_which_spans_are_good(flat: list[int], good: bool) -> None:
+    assert good_spans(flat, 9) is good
+
+
+@pytest.mark.parametrize(("k", "m"), [(32, 0), (24, 8)])
+def test_a_supervised_token_costs_200_bytes(tmp_path: Path, k: int, m: int) -> None:
     begin(tmp_path / "a", META)
-    path = write_shard(tmp_path / "a", [answer(i, n=100, k=32) for i in range(20)])
+    rows = [answer(i, n=100, k=k) for i in range(20)]
+    if m:
+        ids, logp = np.zeros((100, m), np.int32), np.zeros((100, m), np.float32)
+        rows = [replace(row, tail_ids_NM=ids, tail_logprobs_NM=logp) for row in rows]
+    path = write_shard(tmp_path / "a", rows)
     with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
         table = reader.read_all()
     assert [str(table.schema.field(n).type.value_type) for n in ("head_ids", "head_logprobs")] == ["int32", "halffloat"]
-    per_token = ("answer_ids", "head_ids", "head_logprobs", "tail_mass")
+    per_token = ("input_ids", "head_ids", "head_logprobs", "tail_mass", "tail_ids", "tail_logprobs")
     values = sum(table[name].combine_chunks().flatten().nbytes for name in per_token)
-    assert values == 200 * 100 * 20
+    assert values == (200 * 100 + 4 * 3) * 20
     assert path.stat().st_size < 1.02 * values  # prompts, offsets and the format's own bytes come on top
 
 
@@ -135,6 +197,16 @@ def test_incomplete_missing_or_damaged_answers_are_refused(tmp_path: Path) -> No
             open_answers(tmp_path / "c")
         with pytest.raises(InputError, match=r"part-00002\.arrow: damaged"):
             begin(tmp_path / "c", META)
+
+
+def test_answers_of_an_older_schema_are_refused(tmp_path: Path) -> None:
+    folder = written(tmp_path / "a", [[0]])
+    write_json(folder / "meta.json", read_json(folder / "meta.json") | {"schema": 1})
+    for reads in (open_answers, lambda folder: begin(folder, META)):
+        with pytest.raises(
+            InputError, match=r"a: answers of schema 1, this version reads 2: delete .* `draftsmith gener"
+        ):
+            reads(folder)
 
 
 def test_another_run_or_a_strange_folder_is_never_written_to(tmp_path: Path) -> None:

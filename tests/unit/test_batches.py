@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,11 @@ import pytest
 import torch
 
 from distill.answers import Answers, open_answers
-from distill.batches import Rows, check_rows, collate, micro_batches, windows
+from distill.batches import Rows, answer_lengths, check_rows, collate, micro_batches, to_device, windows
 from distill.student import freeze, require_plain_head, supervised_hidden
 from pairing.errors import InputError
 from tests import tiny
-from tests.stored_answers import SYSTEM, K, made_up, store
+from tests.stored_answers import SYSTEM, K, made_up, store, two_turns
 
 LENGTHS = [3, 50, 7, 120, 1, 9]
 LIMITS = {"rows": tiny.ROWS, "real": tiny.REAL_TOKENS, "context": 512}
@@ -35,7 +36,7 @@ def test_supervised_are_the_answers_and_nothing_else(rows: Rows) -> None:
     assert len(batch.row_N) == sum(LENGTHS)
     assert rows.share == pytest.approx(sum(LENGTHS) / (sum(LENGTHS) + 20 * len(LENGTHS)))
     for b in range(len(rows)):
-        answer = rows.data[b]["answer_ids"].tolist()
+        answer = rows.data[b]["input_ids"][20:].tolist()
         at = batch.row_N == b
         columns = batch.column_N[at]
         assert batch.signal.answer_N[at].tolist() == answer  # the ending token among them
@@ -53,6 +54,50 @@ def test_shared_columns_are_equal_and_leave_every_supervised_one(rows: Rows) -> 
     assert (batch.input_BL[:, : batch.shared] == batch.input_BL[:1, : batch.shared]).all()
     assert batch.shared <= batch.column_N.min()
     assert collate(rows, np.array([3])).shared == 0
+
+
+def test_two_answers_in_a_row(target: Path, tmp_path: Path) -> None:
+    """Every token of both answers is supervised, the question between them is not; drawn ids come along."""
+    lengths = [(3, 5), (1, 1), (7, 2)]
+    answers = two_turns(lengths, tail=2)
+    rows = check_rows(open_answers(store(tmp_path / "a", answers, target)), "data", **LIMITS)
+    by_id = {a.prompt.id: a for a in answers}
+    assert sorted(rows.supervised_P.tolist()) == [2, 8, 9]
+    assert sorted(rows.tokens_P.tolist()) == [27, 33, 34]
+    batch = collate(rows, np.arange(3))
+    assert batch.signal.tail_ids_NM is not None
+    assert batch.signal.tail_logp_NM is not None
+    assert 0 < batch.shared <= 19  # up to the first answer of any row
+    for b, id_ in enumerate(batch.ids):
+        one, at = by_id[id_], (batch.row_N == b).numpy()
+        (s0, e0), (s1, e1) = one.spans
+        assert batch.column_N[at].tolist() == [*range(s0 - 1, e0 - 1), *range(s1 - 1, e1 - 1)]
+        assert batch.signal.answer_N[at].tolist() == one.input_ids[s0:e0] + one.input_ids[s1:e1]
+        assert batch.input_BL[b, : len(one.input_ids) - 1].tolist() == one.input_ids[:-1]
+        assert batch.signal.head_ids_NK[at].tolist() == one.head_ids_NK.tolist()
+        assert one.tail_ids_NM is not None
+        assert one.tail_logprobs_NM is not None
+        assert batch.signal.tail_ids_NM[at].tolist() == one.tail_ids_NM.tolist()
+        np.testing.assert_allclose(batch.signal.tail_logp_NM[at], one.tail_logprobs_NM, rtol=2**-11)
+        assert answer_lengths(rows, b) == [e0 - s0, e1 - s1]
+    assert to_device(batch, "meta").signal.tail_ids_NM.device.type == "meta"  # type: ignore[union-attr]
+    plain = replace(batch, shared=0)
+    model = tiny.model(layers=2).double()
+    torch.testing.assert_close(supervised_hidden(model, batch), supervised_hidden(model, plain), rtol=1e-5, atol=1e-5)
+
+
+def test_spans_or_draws_that_cannot_be(target: Path, tmp_path: Path) -> None:
+    good = open_answers(store(tmp_path / "a", two_turns([(3, 5)], tail=2), target))
+
+    def said(**row: list[int]) -> str:
+        with pytest.raises(InputError) as e:
+            check_rows(Answers(good.meta, good.data.map(lambda old: old | row, keep_in_memory=True)), "data", **LIMITS)
+        return str(e.value)
+
+    for spans in ([20, 23, 28, 28], [20, 29, 28, 33], [20, 23, 28, 32]):
+        assert f"has answers at {spans} of 33 tokens, one of them empty or out of place" in said(spans=spans)
+    assert "lacks part of its recorded distribution" in said(tail_ids=[7] * 15)
+    assert "lacks part of its recorded distribution" in said(tail_ids=[tiny.REAL_TOKENS] * 16)
 
 
 def test_hidden_states_with_a_shared_prefix_are_the_plain_ones_gradients_too(rows: Rows) -> None:
@@ -113,9 +158,9 @@ def test_windows_hold_rows_of_similar_length_in_mixed_order(target: Path, tmp_pa
     lengths = np.random.default_rng(0).integers(1, 60, 128).tolist()
     rows = check_rows(open_answers(store(tmp_path / "a", made_up(lengths), target)), "data", **LIMITS)
     found = windows(rows, 0, 0, 4)
-    spread = np.mean([np.ptp(rows.answer_P[w]) for w in found])
+    spread = np.mean([np.ptp(rows.supervised_P[w]) for w in found])
     assert spread < 8  # of 59; random windows have about 35
-    means = np.array([rows.answer_P[w].mean() for w in found])
+    means = np.array([rows.supervised_P[w].mean() for w in found])
     assert abs(np.corrcoef(means[:16], np.arange(16))[0, 1]) < 0.7
 
 
@@ -159,17 +204,17 @@ def test_refusals_name_the_row_and_the_fix(target: Path, tmp_path: Path) -> None
     assert f"{tiny.ROWS} vocabulary rows, the draft 288" in said
     assert "draftsmith init" in said
     wrong = made_up([4, 4], seed=1)
-    wrong[1].answer_ids[2] = tiny.REAL_TOKENS
+    wrong[1].input_ids[22] = tiny.REAL_TOKENS
     said = refusal(target, tmp_path / "ids", wrong)
     assert wrong[1].prompt.id in said
     assert "draftsmith check" in said
     some = open_answers(store(tmp_path / "empty", made_up([4, 0], seed=2), target))
     with pytest.raises(InputError, match="nothing to learn"):
-        check_rows(Answers(some.meta, some.data.filter(lambda row: not row["answer_ids"])), "data", **LIMITS)
+        check_rows(Answers(some.meta, some.data.filter(lambda row: not row["spans"])), "data", **LIMITS)
 
 
 def test_an_empty_answer_beside_others_is_left_out(target: Path, tmp_path: Path) -> None:
     rows = check_rows(open_answers(store(tmp_path / "a", made_up([4, 0, 6]), target)), "data", **LIMITS)
     kept = np.concatenate(windows(rows, 0, 0, 2))
-    assert sorted(rows.answer_P[kept].tolist()) == [4, 6]
+    assert sorted(rows.supervised_P[kept].tolist()) == [4, 6]
     assert rows.head == K

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill.evaluate import PromptScore, compare, groups, summary, verdict
+from distill.evaluate import PromptScore, compare, groups, replay_prompts, summary, verdict
+from pairing.acceptance import acceptance_length_of
 
 
 def score(i: int, accepted: list[int], **tags: Any) -> PromptScore:
     n = len(accepted)
-    return PromptScore(f"{i:016x}", tags, n, float(sum(accepted)), 0.5 * n, 0.6 * n, accepted)
+    return PromptScore(f"{i:016x}", tags, n, float(sum(accepted)), 0.5 * n, 0.6 * n, [accepted])
 
 
 def drafter(rate: float, seed: int, prompts: int = 60) -> list[PromptScore]:
@@ -28,6 +29,20 @@ def test_summary_by_hand() -> None:
     assert (figures["alpha_low"], figures["alpha_high"]) == pytest.approx((0.5, 0.6))
     assert list(figures["tau"]) == [str(k) for k in range(1, 9)]
     assert figures["tau"]["1"] == pytest.approx(1 + 1 / 3)
+
+
+def test_no_round_runs_from_one_answer_into_the_next() -> None:
+    """A row of two answers has the rounds of both, counted as one prompt: at K = 1, 1 of 2 drafts and 0 of 1."""
+    both = PromptScore("0", {}, 6, 3.0, 3.0, 3.6, [[0, 1, 1, 0], [1, 0]])
+    assert summary([both])["tau"]["1"] == pytest.approx(1 + 1 / 3)
+    assert summary([score(0, [0, 1, 1, 0, 1, 0])])["tau"]["1"] != pytest.approx(1 + 1 / 3)  # glued, another number
+    alone = score(1, [1, 1, 1])
+    found = replay_prompts([both.accepted, alone.accepted], 1)
+    assert found.rounds_P.tolist() == [3, 1]
+    assert found.accepted_PK.tolist() == [[1], [1]]
+    assert found.acceptance_length == pytest.approx(1 + 2 / 4)
+    weights = np.array([[2.0, 0.0], [1.0, 1.0]])
+    assert acceptance_length_of(found, weights).tolist() == pytest.approx([1 + 1 / 3, 1 + 2 / 4])
 
 
 def test_figures_that_do_not_exist_are_null_and_the_whole_is_strict_json() -> None:
@@ -64,7 +79,7 @@ def test_pairing_narrows_the_interval() -> None:
     before = [score(i, (rng.random(200) < rng.random()).astype(int).tolist()) for i in range(50)]
     after = []
     for i, s in enumerate(before):
-        row = list(s.accepted)
+        row = list(s.accepted[0])
         for t in rng.integers(0, 200, 8):
             row[t] = 1
         after.append(score(i, row))

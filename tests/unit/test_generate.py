@@ -55,6 +55,13 @@ def answered(target: Path, one: Job, max_num_seqs: int = 32) -> list[dict[str, A
     return rows
 
 
+def parts(row: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Prompt and answer of a row with one answer, which ends it."""
+    start, end = row["spans"]
+    assert end == len(row["input_ids"])
+    return row["input_ids"][:start], row["input_ids"][start:]
+
+
 def test_head_from_flat_lists() -> None:
     """vLLM's position is the sampled token, then the K most likely: whether or not the sampled one is among them."""
     flat_ids = [7, 7, 5, 3, 9, 5, 7, 3]  # sampled 7, the top one; then sampled 9, which is none of the top 3
@@ -70,7 +77,7 @@ def test_rows_hold_the_targets_own_distribution(target: Path, tmp_path: Path) ->
     rows = answered(target, job(target, tmp_path / "a"))
     assert len(rows) == 10
     for row in rows:
-        p, a = row["prompt_ids"], row["answer_ids"]
+        p, a = parts(row)
         with torch.inference_mode():
             logprobs = model(torch.tensor([p + a])).logits[0, len(p) - 1 : -1].double().log_softmax(-1)
         top = logprobs.topk(8)
@@ -85,10 +92,10 @@ def test_answers_end_by_themselves(target: Path, tmp_path: Path) -> None:
     assert ending_ids(target) == [2, 113]  # one id in config and tokenizer, two in the generation config (D3)
     rows = answered(target, job(target, tmp_path / "a", 40))
     for row in rows:
-        inner, last = row["answer_ids"][:-1], row["answer_ids"][-1]
+        *inner, last = parts(row)[1]
         assert not {2, 113} & set(inner)
         assert (row["finish_reason"] == "stop") == (last in (2, 113))
-        assert row["finish_reason"] == "stop" or len(row["answer_ids"]) == 16
+        assert row["finish_reason"] == "stop" or len(parts(row)[1]) == 16
     reasons = [row["finish_reason"] for row in rows]
     assert 2 < reasons.count("stop") < 38
     stats = open_answers(tmp_path / "a").meta["stats"]
@@ -100,7 +107,7 @@ def test_an_answer_does_not_depend_on_its_batch(target: Path, tmp_path: Path, te
     together = answered(target, job(target, tmp_path / "a", temperature=temperature))
     apart = answered(target, job(target, tmp_path / "b", temperature=temperature), max_num_seqs=1)
     for one, other in zip(together, apart, strict=True):
-        assert (one["id"], one["answer_ids"]) == (other["id"], other["answer_ids"])
+        assert (one["id"], one["input_ids"]) == (other["id"], other["input_ids"])
         np.testing.assert_allclose(one["head_logprobs"], other["head_logprobs"], rtol=2e-3)
 
 
@@ -109,11 +116,11 @@ def test_sampling_follows_temperature_and_seed(target: Path, tmp_path: Path) -> 
         (t, seed): answered(target, job(target, tmp_path / f"{t}-{seed}", 60, temperature=t, seed=seed))
         for t, seed in ((0.0, 0), (0.3, 0), (0.3, 1), (1.0, 0))
     }
-    said = {key: [row["answer_ids"] for row in rows] for key, rows in runs.items()}
+    said = {key: [row["input_ids"] for row in rows] for key, rows in runs.items()}
     assert said[0.3, 0] != said[0.3, 1]
     firsts = {t: np.array([np.exp(row["head_logprobs"][:8]) for row in runs[t, 0]]) for t in (0.0, 0.3, 1.0)}
     np.testing.assert_allclose(firsts[0.0], firsts[1.0], rtol=2e-3)  # always recorded at temperature 1
-    drawn = {t: np.mean([row["answer_ids"][0] == row["head_ids"][0] for row in runs[t, 0]]) for t in (0.0, 0.3, 1.0)}
+    drawn = {t: np.mean([parts(row)[1][0] == row["head_ids"][0] for row in runs[t, 0]]) for t in (0.0, 0.3, 1.0)}
     assert drawn[0.0] == 1
     assert drawn[1.0] < drawn[0.3] < 1
 
@@ -127,7 +134,8 @@ def fake(fail_after: int | None = None) -> Answerer:
                 raise PartFailedError("the engine died")
             ids = [int(r.prompt.id[:4], 16) % 272, 2]
             head = np.tile(np.arange(8, dtype=np.int32), (2, 1))
-            yield Answer(r.prompt, r.prompt_ids, ids, "stop", head, np.full((2, 8), -3, np.float32))
+            n, logp = len(r.prompt_ids), np.full((2, 8), -3, np.float32)
+            yield Answer(r.prompt, r.prompt_ids + ids, [(n, n + 2)], "stop", head, logp)
 
     return answer
 

@@ -111,10 +111,8 @@ def test_drift_on_recorded_answers(drafter: Path, tmp_path: Path) -> None:
         ids, answer = [1, 30 + i, 40], []
         for _ in range(6):
             answer.append(int(logits(drafter, [*ids, *answer])[-1].argmax()))
-        head = np.zeros((6, 1))
-        rows.append(
-            Answer(prompt([{"role": "user", "content": str(i)}]), ids, answer, "length", head.astype(np.int32), head)
-        )
+        head, chat = np.zeros((6, 1)), prompt([{"role": "user", "content": str(i)}])
+        rows.append(Answer(chat, [*ids, *answer], [(3, 9)], "length", head.astype(np.int32), head))
     write_shard(tmp_path / "answers", rows)
     complete(tmp_path / "answers", {})
     drift = quantize_drafter(drafter, tmp_path / "nf4", answers=tmp_path / "answers", rows=2)["logit_drift"]
