@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from numpy.typing import NDArray
 
 from distill.batches import Rows, answer_lengths, collate, tags
-from distill.head import head_scores
+from distill.head import Head, head_scores
 from distill.student import supervised_hidden
 from pairing.acceptance import Replay, acceptance_length_of, replay
 from pairing.bootstrap import interval
@@ -57,7 +57,7 @@ def score_prompts(
             batch = collate(rows, piece, accelerator.device)
             with accelerator.autocast():
                 hidden = supervised_hidden(model, batch)
-            scores = head_scores(hidden, weight, batch.signal, rows.real, chunk)
+            scores = head_scores(hidden, weight, batch.signal, Head(rows.real, chunk))
             columns = torch.stack([scores.top1_N, scores.alpha_low_N, scores.alpha_high_N, scores.accepted_N]).cpu()
             for b, i in enumerate(piece):
                 at = (batch.row_N == b).cpu()

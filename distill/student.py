@@ -44,7 +44,7 @@ def supervised_hidden(model: Any, batch: Batch) -> torch.Tensor:
     return out.last_hidden_state[batch.row_N, batch.column_N - shared]
 
 
-def require_plain_head(model: Any, batch: Batch) -> None:
+def require_plain_head(model: Any, batch: Batch, role: str = "draft") -> None:
     """Raises InputError where hidden states times the head's matrix are not the model's own logits on `batch`'s beginning.
 
     That is so for models that cap, scale or shift their logits, and would train them on a wrong distribution.
@@ -60,6 +60,6 @@ def require_plain_head(model: Any, batch: Batch) -> None:
         model_BV = model(input_ids=ids_BL).logits[:, last]
     if not torch.allclose(ours_BV.float(), model_BV.float(), rtol=1e-3, atol=1e-3 * float(model_BV.abs().max())):
         raise InputError(
-            f"the draft ({model.config.model_type}) changes its logits after the head (a cap, a scale or a bias), "
-            "which the chunked head does not do: choose a draft of another architecture"
+            f"the {role} ({model.config.model_type}) changes its logits after the head (a cap, a scale or a bias), "
+            f"which the chunked head does not do: choose a {role} of another architecture"
         )

@@ -13,24 +13,29 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from distill.batches import Ints, Rows, collate, micro_batches, windows
+from distill.batches import Batch, Ints, Rows, collate, micro_batches, windows
 from distill.checkpoint import Named, load_checkpoint, save_checkpoint
+from distill.emphasis import starts, survival_weights, worth_learning
 from distill.evaluate import score_prompts, summary
-from distill.head import Scores, head_loss
-from distill.losses import LOSSES
+from distill.head import REPORTED, Head, Scores, Weigh, head_loss, head_scores
+from distill.losses import LOSSES, jsd
+from distill.objective import DraftSampling, Weight, require_losses, weights_at
+from distill.on_policy import continued
+from distill.signals import GetSignal, Target, get_signal, require_plain_target
 from distill.student import Trainable, freeze, require_plain_head, supervised_hidden
 from pairing.errors import InputError, PartFailedError
 from pairing.files import append_jsonl, read_jsonl, write_text
 from pairing.progress import bar
 
-STATS = (*LOSSES, "top1", "alpha_low", "alpha_high")
+AGREEMENT = ("top1", "alpha", "alpha_low", "alpha_high")  # what a step's log says beside its losses
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,8 @@ class Settings:
     beta2: float
     clip: float
     trainable: Trainable
-    losses: Mapping[str, float]
-    chunk: int
+    losses: Mapping[str, Weight]
+    chunk: int  # positions whose logits exist at one time
     epochs: float | None
     max_steps: int | None
     minutes: float | None
@@ -55,6 +60,19 @@ class Settings:
     eval_prompts: int
     checkpoint_every: int
     keep: int
+    block: int = 1 << 17  # vocabulary rows whose logits exist at one time
+    jsd_beta: float = 0.5
+    top_logprobs: int | None = None  # ids used of the cache's; None: all
+    num_speculative_tokens: int = 4  # K of what is served
+    survival: DraftSampling | None = None  # weights positions by their chance to be reached, for this drafting
+    keep_share: float = 1.0  # of an answer's positions, those where a reference drafter is ahead the most
+    selection: Literal["gap", "random"] = "gap"  # random: the control that does the same work
+    on_policy: float = 0.0  # share of steps whose answers the drafter writes
+    on_policy_temperature: float = 1.0
+
+    @property
+    def reported(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([*REPORTED, *self.losses]))
 
 
 @dataclass
@@ -84,14 +102,24 @@ def learning_rate(settings: Settings, progress: float) -> float:
 
 
 def fit(
-    accelerator: Accelerator, model: Any, rows: Rows, heldout: Mapping[str, Rows], settings: Settings, out: Path
+    accelerator: Accelerator,
+    model: Any,
+    rows: Rows,
+    heldout: Mapping[str, Rows],
+    settings: Settings,
+    out: Path,
+    target: Target | None = None,
+    reference: Any = None,
 ) -> dict[str, Any]:
     """Trains `model` in place and returns the training summary. Goes on from the newest checkpoint in `out`.
 
-    Writes `out`/metrics.jsonl and `out`/checkpoints/. Under a limit in steps or epochs a run that was killed and
-    started again has the same losses as one that was not. Raises PartFailedError where a loss is not finite, with all
-    good checkpoints left as they are; InputError where the checkpoint was made with another number of rows per step.
+    The signal is `target`'s whole distribution where one is given, else the answers' own record. `reference` is a drafter that
+    was distilled before, for `keep_share` < 1. Writes `out`/metrics.jsonl and `out`/checkpoints/. Under a limit in steps or
+    epochs a run that was killed and started again has the same losses as one that was not. Raises PartFailedError where a
+    loss is not finite, with all good checkpoints left as they are; InputError for losses, shares or a target that cannot be had.
     """
+    _require_possible(settings, target, reference)
+    signal = get_signal(rows, target, settings.top_logprobs)
     model.to(accelerator.device)
     params = freeze(model, settings.trainable)
     optimizer = optimizer_of(settings, params)
@@ -99,8 +127,11 @@ def fit(
     at = _resume(accelerator, out, params, optimizer, size)
     per_epoch, total = steps_of(settings, rows, accelerator.num_processes)
     order, ordered = windows(rows, settings.seed, at.step // per_epoch, size), at.step // per_epoch
-    require_plain_head(model, collate(rows, order[0][:2], accelerator.device))
-    run = Run(accelerator, model, rows, settings, params, optimizer)
+    first = collate(rows, order[0][:2], accelerator.device)
+    require_plain_head(model, first)
+    if target is not None:
+        require_plain_target(target, first)
+    run = Run(accelerator, model, rows, settings, params, optimizer, signal, reference)
     start, before, last, budget = time.monotonic(), at.seconds, 0.0, (settings.minutes or 0) * 60
     if at.step == 0:
         _evaluate(run, heldout, 0, out)
@@ -117,10 +148,10 @@ def fit(
                 order, ordered = windows(rows, settings.seed, epoch, size), epoch
             window = order[index]
             shown = at.seconds
-            row = _step(run, window, at.step, learning_rate(settings, progress))
+            row = _step(run, window, at.step, progress)
             now = _agree(accelerator, before + time.monotonic() - start)
             last, at.seconds = now - at.seconds, now
-            at.step, at.tokens = at.step + 1, at.tokens + int(rows.supervised_P[window].sum())
+            at.step, at.tokens = at.step + 1, at.tokens + int(row["supervised"])
             rate = float(rows.tokens_P[window].sum()) / max(last, 1e-9)
             row = {"kind": "train", "step": at.step, "epoch": epoch, "tokens": at.tokens} | row
             _log(accelerator, out, row | {"tokens_per_s": round(rate, 1), "seconds": round(at.seconds, 2)})
@@ -161,21 +192,34 @@ class Run:
     settings: Settings
     params: Named
     optimizer: torch.optim.Optimizer
+    signal: GetSignal
+    reference: Any = None
+
+    @property
+    def head(self) -> Head:
+        known = {**LOSSES, "jsd": partial(jsd, beta=self.settings.jsd_beta)}
+        losses = {name: known[name] for name in self.settings.reported}
+        return Head(self.rows.real, self.settings.chunk, self.settings.block, losses)
 
 
-def window_gradients(run: Run, window: Ints) -> dict[str, float]:
-    """Leaves the window's gradient in every parameter, on every rank, and returns the token means of STATS."""
+def window_gradients(run: Run, window: Ints, weights: Mapping[str, float], step: int) -> dict[str, float]:
+    """Leaves the window's gradient in every parameter, on every rank, and returns token means by name: the losses, AGREEMENT,
+    and "tokens", how many positions were supervised.
+    """
     accelerator, settings = run.accelerator, run.settings
+    pieces = micro_batches(window, settings.batch_size, accelerator.process_index, accelerator.num_processes)
+    batches = [collate(run.rows, indices, accelerator.device) for indices in pieces]
     tokens = int(run.rows.supervised_P[window].sum())
-    sums = torch.zeros(len(STATS), dtype=torch.float64, device=accelerator.device)
-    for indices in micro_batches(window, settings.batch_size, accelerator.process_index, accelerator.num_processes):
-        batch = collate(run.rows, indices, accelerator.device)
-        with accelerator.autocast():
-            hidden = supervised_hidden(run.model, batch)
-        weight = run.model.get_output_embeddings().weight
-        loss, scores = head_loss(hidden, weight, batch.signal, settings.losses, run.rows.real, settings.chunk)
-        (loss / tokens).backward()
-        sums += _sums(scores)
+    if on_policy(settings, step):
+        batches = [continued(run.model, b, run.rows.real, settings.seed + step, settings.on_policy_temperature) for b in batches]
+        counted = torch.tensor(sum(len(b.row_N) for b in batches), device=accelerator.device)
+        tokens = int(accelerator.reduce(counted, "sum"))  # what was written, not what it replaces
+    names = (*settings.reported, *AGREEMENT)
+    sums = torch.zeros(len(names), dtype=torch.float64, device=accelerator.device)
+    for batch in batches:
+        loss, scores = batch_loss(run, batch, weights, step)
+        (loss / max(tokens, 1)).backward()
+        sums += _sums(scores, settings.reported)
     if accelerator.num_processes > 1:
         # not DistributedDataParallel: it averages per backward pass, and asks every rank for the same number of them
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for _, p in run.params])
@@ -183,22 +227,92 @@ def window_gradients(run: Run, window: Ints) -> dict[str, float]:
         for (_, p), g in zip(run.params, flat.split([p.numel() for _, p in run.params]), strict=True):
             p.grad = g.view_as(p)
         sums = accelerator.reduce(sums, "sum")
-    return dict(zip(STATS, (sums / max(tokens, 1)).tolist(), strict=True))
+    return dict(zip(names, (sums / max(tokens, 1)).tolist(), strict=True)) | {"tokens": tokens}
 
 
-def _sums(scores: Scores) -> torch.Tensor:
-    columns = [*(scores.losses[name] for name in LOSSES), scores.top1_N, scores.alpha_low_N, scores.alpha_high_N]
+def batch_loss(run: Run, batch: Batch, weights: Mapping[str, float], step: int) -> tuple[torch.Tensor, Scores]:
+    """The weighted loss summed over the batch's positions, each with its factor; and the scores of all positions."""
+    settings, head = run.settings, run.head
+    with run.accelerator.autocast():
+        hidden_NH = supervised_hidden(run.model, batch)
+    matrix_VH, signal = run.model.get_output_embeddings().weight, run.signal(batch)
+    survive = _survival(settings, starts(batch.row_N, batch.column_N))
+    if settings.keep_share == 1:
+        return head_loss(hidden_NH, matrix_VH, signal, weights, head, survive)
+    # the losses of all positions first, without gradient; then the gradient of those that are kept
+    scores = head_scores(hidden_NH, matrix_VH, signal, head)
+    with torch.no_grad(), run.accelerator.autocast():
+        theirs_NH = supervised_hidden(run.reference, batch)
+    theirs = head_scores(theirs_NH, run.reference.get_output_embeddings().weight, signal, head)
+    gap_N = scores.losses["forward_kl"] - theirs.losses["forward_kl"]
+    if settings.selection == "random":
+        gap_N = _noise(batch, settings.seed + step).to(gap_N.device)
+    keep_N = worth_learning(gap_N, batch.row_N, settings.keep_share)
+    factor_N = torch.ones_like(gap_N) if survive is None else survive(scores.accepted_N, scores.alpha_N, 0)
+    kept_N = factor_N[keep_N]
+    loss, _ = head_loss(hidden_NH[keep_N], matrix_VH, signal[keep_N], weights, head, lambda w, a, i: kept_N[i : len(w)])
+    return loss, scores
+
+
+def on_policy(settings: Settings, step: int) -> bool:
+    """Whether the drafter writes this step's answers: a function of (seed, step), the same on every rank and after a resume."""
+    if not settings.on_policy:
+        return False
+    draw = torch.rand((), generator=torch.Generator().manual_seed(settings.seed * 1_000_003 + step))
+    return float(draw) < settings.on_policy
+
+
+def _survival(settings: Settings, first_N: torch.Tensor) -> Weigh | None:
+    if settings.survival is None:
+        return None
+
+    def weigh(accepted_N: torch.Tensor, alpha_N: torch.Tensor, start: int) -> torch.Tensor:
+        w_N = accepted_N if settings.survival == "greedy" else alpha_N
+        return survival_weights(w_N, first_N[: len(w_N)], settings.num_speculative_tokens)[start:]
+
+    return weigh
+
+
+def _noise(batch: Batch, seed: int) -> torch.Tensor:
+    """A random number per position, the same however rows are batched."""
+    rows = [int.from_bytes(id_.encode()[:7], "big") for id_ in batch.ids]
+    counts = torch.bincount(batch.row_N.cpu(), minlength=len(rows)).tolist()
+    draws = [
+        torch.rand(n, generator=torch.Generator().manual_seed(row + seed)) for row, n in zip(rows, counts, strict=True)
+    ]
+    return torch.cat(draws)
+
+
+def _require_possible(settings: Settings, target: Target | None, reference: Any) -> None:
+    require_losses(settings.losses, whole=target is not None)
+    if settings.on_policy and target is None:
+        raise InputError(
+            f"on_policy={settings.on_policy:g}: what the drafter writes has no stored signal, so the target must be online: give "
+            "signal=online and target=…"
+        )
+    if settings.keep_share < 1 and reference is None:
+        raise InputError(
+            f"keep_share={settings.keep_share:g} compares with a drafter that was distilled before: give reference=…"
+        )
+    if settings.top_logprobs is not None and target is not None:
+        raise InputError("top_logprobs cuts the cache: with the target online its whole distribution is used; leave it out")
+
+
+def _sums(scores: Scores, losses: tuple[str, ...]) -> torch.Tensor:
+    columns = [scores.losses[name] for name in losses]
+    columns += [scores.top1_N, scores.alpha_N, scores.alpha_low_N, scores.alpha_high_N]
     return torch.stack([c.double().sum() for c in columns])
 
 
-def _step(run: Run, window: Ints, step: int, lr: float) -> dict[str, Any]:
+def _step(run: Run, window: Ints, step: int, progress: float) -> dict[str, Any]:
     """One optimizer step; returns its row for metrics.jsonl."""
     settings = run.settings
     # dropout, if the drafter has any, is a function of the position too, so a resume needs no saved generator
     torch.manual_seed((settings.seed * 1_000_003 + step) * 1009 + run.accelerator.process_index)
     run.model.train()
-    stats = window_gradients(run, window)
-    loss = sum(w * stats[name] for name, w in settings.losses.items())
+    weights, lr = weights_at(settings.losses, progress), learning_rate(settings, progress)
+    stats = window_gradients(run, window, weights, step)
+    loss = sum(w * stats[name] for name, w in weights.items())
     norm = float(torch.nn.utils.clip_grad_norm_([p for _, p in run.params], settings.clip))
     if not (math.isfinite(loss) and math.isfinite(norm)):
         ids = ", ".join(str(run.rows.data[int(i)]["id"]) for i in window[:4])
@@ -210,7 +324,9 @@ def _step(run: Run, window: Ints, step: int, lr: float) -> dict[str, Any]:
         group["lr"] = lr
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
-    named = {"loss": loss, "kl": stats["forward_kl"], "ce": stats["cross_entropy"], "top1": stats["top1"]}
+    named = {"loss": loss, "kl": stats["forward_kl"], "ce": stats["cross_entropy"]}
+    named |= {name: stats[name] for name in weights if name not in REPORTED}
+    named |= {"top1": stats["top1"], "alpha": stats["alpha"], "supervised": stats["tokens"]}
     return named | {"lr": lr, "grad_norm": norm}
 
 
