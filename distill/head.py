@@ -5,8 +5,8 @@ head, M draws from outside it, X outcomes that the loss sees.
 
 Positions go in chunks of `chunk`; where the vocabulary is wider than `block`, a chunk's logits are made block by block, and made
 again for each pass over them, so that memory is C · B whatever N and V are. With g the loss's derivative by log q of what it
-sees and G = Σ g, the derivative by logit v is g_v − q_v G. From the cache the loss sees only the head's ids, the draws, the answer
-and the tail as one bucket: then g_v is 0 but there, and the bucket's part is 1[v in tail] g_tail q_v / q_tail.
+sees and G = Σ g, the derivative by logit v is g_v − q_v G. From the cache the loss sees only the head's ids, the draws, the
+answer and the tail as one bucket: then g_v is 0 but there, and the bucket's part is 1[v in tail] g_tail q_v / q_tail.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class _HeadLoss(torch.autograd.Function):
             parts.append(view.scores)
             factor_C = torch.ones_like(view.scores.alpha_N)
             if weigh is not None:
-                seen = (torch.cat([getattr(s, name) for s in parts]) for name in ("accepted_N", "alpha_N"))
-                factor_C = weigh(*seen, i)
+                accepted_N, alpha_N = (torch.cat([getattr(s, n) for s in parts]) for n in ("accepted_N", "alpha_N"))
+                factor_C = weigh(accepted_N, alpha_N, i)
             total += sum((w * (factor_C * view.scores.losses[name]).sum() for name, w in weights.items()), start=0.0)
             for rows, grad_CB in view.gradient(weights, factor_C):
                 grad_hidden[i : i + head.chunk].addmm_(grad_CB, weight_VH[rows])
@@ -193,7 +193,9 @@ def _look_at_cached(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: Si
         alpha_C = high_C
         above_C = (q_CK * (p_CK > q_CK)).sum(-1) + q_tail_C * (signal.tail_N > q_tail_C)
 
-    def outcomes(head_CK: torch.Tensor, draws_CM: torch.Tensor, bucket_C: torch.Tensor, answer_C: torch.Tensor) -> Outcomes:
+    def outcomes(
+        head_CK: torch.Tensor, draws_CM: torch.Tensor, bucket_C: torch.Tensor, answer_C: torch.Tensor
+    ) -> Outcomes:
         if M:
             rest_p, rest_q = signal.tail_logp_NM, draws_CM
             rest_mass = (signal.tail_N / M)[:, None].expand(-1, M)

@@ -41,7 +41,9 @@ def require_losses(losses: Mapping[str, Weight], *, whole: bool, key: str = "los
             raise InputError(f"{key}.{name}: no such loss: one of {', '.join(LOSSES)}")
         points = [(0.0, float(weight))] if isinstance(weight, int | float) else list(weight)
         if not points or any(not (0 <= x <= 1 and y >= 0) for x, y in points):
-            raise InputError(f"{key}.{name}: give a weight of 0 or more, or points [progress, weight] with progress 0 to 1")
+            raise InputError(
+                f"{key}.{name}: give a weight of 0 or more, or points [progress, weight] with progress 0 to 1"
+            )
         if any(a[0] >= b[0] for a, b in pairwise(points)):
             raise InputError(f"{key}.{name}: its points must rise in progress: [[0, 1], [0.3, 1], [0.4, 0]]")
         if name in NEED_ALL and not whole and any(y for _, y in points):

@@ -19,19 +19,20 @@ from pairing.errors import InputError
 
 def continued(model: Any, batch: Batch, real: int, seed: int, temperature: float) -> Batch:
     """The same prompts, answered by `model` at `temperature` (0: greedily) over its `real` ids, each at most as long as the
-    longest answer here. Its signal has the written tokens and no distribution.
+    answer that it replaces. Its signal has the written tokens and no distribution.
 
     What is drawn depends on (seed, prompt) alone, so it is the same however rows are batched and after a resume.
     """
     device = batch.input_BL.device
     prompts = _prompts(batch)
-    T = max(int((batch.row_N == b).sum()) for b in range(len(batch.ids)))
-    uniform_BT = torch.stack([torch.rand(T, generator=_generator(seed, id_)) for id_ in batch.ids]).to(device)
+    longest_B = [int(batch.column_N[batch.row_N == b].max()) - len(p) + 2 for b, p in enumerate(prompts)]
+    draws = [torch.rand(n, generator=_generator(seed, id_)) for n, id_ in zip(longest_B, batch.ids, strict=True)]
+    uniform_BT = torch.nn.utils.rnn.pad_sequence(draws, batch_first=True).to(device)
     endings = torch.tensor(_endings(model), device=device)
     training = model.training
     model.eval()
     with torch.no_grad():
-        said = _write(model, prompts, uniform_BT, endings, real, temperature)
+        said = _write(model, prompts, uniform_BT, torch.tensor(longest_B, device=device), endings, real, temperature)
     model.train(training)
     texts = [torch.cat([p, a]) for p, a in zip(prompts, said, strict=True)]
     input_BL = batch.input_BL.new_zeros(len(texts), max(len(t) for t in texts) - 1)
@@ -59,14 +60,19 @@ def _prompts(batch: Batch) -> list[torch.Tensor]:
 
 
 def _write(
-    model: Any, prompts: list[torch.Tensor], uniform_BT: torch.Tensor, endings: torch.Tensor, real: int, temperature: float
+    model: Any,
+    prompts: list[torch.Tensor],
+    uniform_BT: torch.Tensor,
+    endings: torch.Tensor,
+    real: int,
+    temperature: float,
 ) -> list[torch.Tensor]:
     """One forward a token over left-padded rows, until all have ended."""
-    B, longest = len(prompts), max(len(p) for p in prompts)
-    ids_BS = prompts[0].new_zeros(B, longest)
+    B, width = len(prompts), max(len(p) for p in prompts)
+    ids_BS = prompts[0].new_zeros(B, width)
     mask_BS = torch.zeros_like(ids_BS)
     for b, p in enumerate(prompts):
-        ids_BS[b, longest - len(p) :], mask_BS[b, longest - len(p) :] = p, 1
+        ids_BS[b, width - len(p) :], mask_BS[b, width - len(p) :] = p, 1
     position_BS = (mask_BS.cumsum(1) - 1).clamp(min=0)
     written: list[torch.Tensor] = []
     done_B, cache = torch.zeros(B, dtype=torch.bool, device=ids_BS.device), None
@@ -84,7 +90,7 @@ def _write(
         next_B = _draw(out.logits[:, -1, :real].float(), uniform_BT[:, t], temperature)
         written.append(next_B)
         length_B += ~done_B
-        done_B = done_B | torch.isin(next_B, endings)
+        done_B = done_B | torch.isin(next_B, endings) | (length_B >= longest_B)
         if bool(done_B.all()):
             break
         ids_BS = next_B[:, None]
@@ -107,7 +113,9 @@ def _endings(model: Any) -> list[int]:
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:
             return list(ids) if isinstance(ids, list) else [ids]
-    raise InputError("on_policy: the draft's config names no eos_token_id, so its answers would not end: see `draftsmith repair`")
+    raise InputError(
+        "on_policy: the draft's config names no eos_token_id, so its answers would not end: see `draftsmith repair`"
+    )
 
 
 def _generator(seed: int, id_: str) -> torch.Generator:

@@ -26,7 +26,7 @@ from distill.checkpoint import Named, load_checkpoint, save_checkpoint
 from distill.emphasis import starts, survival_weights, worth_learning
 from distill.evaluate import score_prompts, summary
 from distill.head import REPORTED, Head, Scores, Weigh, head_loss, head_scores
-from distill.losses import LOSSES, jsd
+from distill.losses import LOSSES, Loss, jsd
 from distill.objective import DraftSampling, Weight, require_losses, weights_at
 from distill.on_policy import continued
 from distill.signals import GetSignal, Target, get_signal, require_plain_target
@@ -118,7 +118,7 @@ def fit(
     epochs a run that was killed and started again has the same losses as one that was not. Raises PartFailedError where a
     loss is not finite, with all good checkpoints left as they are; InputError for losses, shares or a target that cannot be had.
     """
-    _require_possible(settings, target, reference)
+    require_possible(settings, online=target is not None, reference=reference is not None)
     signal = get_signal(rows, target, settings.top_logprobs)
     model.to(accelerator.device)
     params = freeze(model, settings.trainable)
@@ -197,7 +197,7 @@ class Run:
 
     @property
     def head(self) -> Head:
-        known = {**LOSSES, "jsd": partial(jsd, beta=self.settings.jsd_beta)}
+        known: dict[str, Loss] = {**LOSSES, "jsd": partial(jsd, beta=self.settings.jsd_beta)}
         losses = {name: known[name] for name in self.settings.reported}
         return Head(self.rows.real, self.settings.chunk, self.settings.block, losses)
 
@@ -211,7 +211,10 @@ def window_gradients(run: Run, window: Ints, weights: Mapping[str, float], step:
     batches = [collate(run.rows, indices, accelerator.device) for indices in pieces]
     tokens = int(run.rows.supervised_P[window].sum())
     if on_policy(settings, step):
-        batches = [continued(run.model, b, run.rows.real, settings.seed + step, settings.on_policy_temperature) for b in batches]
+        batches = [
+            continued(run.model, b, run.rows.real, settings.seed + step, settings.on_policy_temperature)
+            for b in batches
+        ]
         counted = torch.tensor(sum(len(b.row_N) for b in batches), device=accelerator.device)
         tokens = int(accelerator.reduce(counted, "sum"))  # what was written, not what it replaces
     names = (*settings.reported, *AGREEMENT)
@@ -283,19 +286,22 @@ def _noise(batch: Batch, seed: int) -> torch.Tensor:
     return torch.cat(draws)
 
 
-def _require_possible(settings: Settings, target: Target | None, reference: Any) -> None:
-    require_losses(settings.losses, whole=target is not None)
-    if settings.on_policy and target is None:
+def require_possible(settings: Settings, *, online: bool, reference: bool) -> None:
+    """Raises InputError where the losses or shares need a target online, or a reference, that is not there."""
+    require_losses(settings.losses, whole=online)
+    if settings.on_policy and not online:
         raise InputError(
             f"on_policy={settings.on_policy:g}: what the drafter writes has no stored signal, so the target must be online: give "
             "signal=online and target=…"
         )
-    if settings.keep_share < 1 and reference is None:
+    if settings.keep_share < 1 and not reference:
         raise InputError(
             f"keep_share={settings.keep_share:g} compares with a drafter that was distilled before: give reference=…"
         )
-    if settings.top_logprobs is not None and target is not None:
-        raise InputError("top_logprobs cuts the cache: with the target online its whole distribution is used; leave it out")
+    if settings.top_logprobs is not None and online:
+        raise InputError(
+            "top_logprobs cuts the cache: with the target online its whole distribution is used; leave it out"
+        )
 
 
 def _sums(scores: Scores, losses: tuple[str, ...]) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Trains a drafter on its target's stored answers, and says what that changed on held-out prompts.
 
 draftsmith distill draft=runs/init data=runs/answers out=runs/distill heldout.orders=runs/held minutes=7
+accelerate launch recipes/distill.py target=./my-target draft=runs/init data=runs/answers signal=online on_policy=0.2
 accelerate launch --config_file recipes/configs/accelerate/one_process.yaml recipes/distill.py --config my.yaml lr=1e-3
-torchrun --nproc_per_node 2 recipes/distill.py draft=… data=… out=… epochs=3
+torchrun --nproc_per_node 2 recipes/distill.py draft=… data=… out=… epochs=3 losses.lk_hybrid=1
 
 The same command goes on where it was stopped. The trained drafter is OUT/drafter.
 """
@@ -15,6 +16,7 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,8 +33,10 @@ from transformers.utils.logging import disable_progress_bar
 from distill.answers import Answers, open_answers, require_target
 from distill.batches import Rows, check_rows
 from distill.evaluate import compare, score_prompts, verdict
+from distill.objective import Weight, auto
+from distill.signals import Target, online
 from distill.student import freeze
-from distill.train import Settings, fit, steps_of
+from distill.train import Settings, fit, require_possible, steps_of
 from pairing.card import write_card
 from pairing.errors import InputError
 from pairing.files import append_jsonl, new_folder, read_json, write_json
@@ -44,11 +48,33 @@ from recipes.run_folder import open_run
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
+Points = float | list[tuple[float, float]]
+
+
 class LossWeights(Strict):
-    forward_kl: float = Field(default=1.0, ge=0)
+    """A weight, or points [progress, weight]: [[0, 1], [0.3, 1], [0.4, 0]] falls from 1 to 0 in the second third."""
+
+    forward_kl: Points | None = None
     """KL from the target's distribution to the drafter's"""
-    cross_entropy: float = Field(default=0.1, ge=0)
+    reverse_kl: Points | None = None
+    """KL from the drafter's to the target's; signal=online"""
+    jsd: Points | None = None
+    """the generalised Jensen-Shannon divergence at jsd_beta; signal=online"""
+    total_variation: Points | None = None
+    """1 − Σ min(p, q): the rejection probability itself"""
+    tvd_plus_plus: Points | None = None
+    """total variation with a normalised reward (Goel et al. 2024)"""
+    lk_hybrid: Points | None = None
+    """KL that turns into total variation as acceptance grows (LK losses, 2026)"""
+    neg_log_alpha: Points | None = None
+    """−log Σ min(p, q) (LK losses, 2026)"""
+    cross_entropy: Points | None = None
     """−log q of the answer's tokens"""
+    top1: Points | None = None
+    """−log q of the target's most likely token"""
+
+    def given(self) -> dict[str, Weight]:
+        return {name: weight for name, weight in self if weight is not None}
 
 
 class DistillConfig(Strict):
@@ -56,14 +82,22 @@ class DistillConfig(Strict):
     """the drafter's folder, from `draftsmith init`; it is not changed"""
     data: Path
     """the target's answers to train on, from `draftsmith generate`"""
-    out: Path
+    out: Path = Path("runs/distill")
     """the run's folder; the same config goes on in it, another one is refused"""
     heldout: dict[str, Path] = Field(default_factory=dict)
     """answers to evaluate on, by a name of your choice: heldout.orders=runs/held"""
     target: str | None = None
-    """checks that the answers were written by this model"""
+    """the target; checks that the answers were written by it, and with signal=online gives its whole distribution"""
+    signal: Literal["cached", "online"] = "cached"
+    """cached: what `generate` recorded; online: the target runs beside the drafter"""
+    top_logprobs: int | None = Field(default=None, ge=1)
+    """with signal=cached: how many of the recorded ids are used; null: all"""
+    target_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """with signal=online: the target's type; null: as its weights are stored, float32 on a CPU"""
+    target_device: str | None = None
+    """with signal=online: where the target runs, such as cuda:1; null: beside the drafter"""
     epochs: float | None = Field(default=None, gt=0)
-    """passes over the data; of epochs, max_steps and minutes the first that is reached ends the run"""
+    """passes over the data; of epochs, max_steps and minutes the first that is reached ends the run; 3 where none is given"""
     max_steps: int | None = Field(default=None, gt=0)
     """optimizer steps"""
     minutes: float | None = Field(default=None, gt=0)
@@ -84,9 +118,33 @@ class DistillConfig(Strict):
     """largest norm of the gradient"""
     trainable: Literal["all", "layers"] = "layers"
     """layers: the embedding and the head stay the target's own; all: they learn too"""
+    objective: Literal["auto", "losses"] | None = None
+    """auto chooses the losses from how the pair is served, and says why; null: losses where any is given, else auto"""
     losses: LossWeights = LossWeights()
+    jsd_beta: float = Field(default=0.5, ge=0, le=1)
+    """losses.jsd: 0 is forward KL, 1 is reverse KL"""
+    serve_temperature: float | None = Field(default=None, ge=0)
+    """the temperature that the pair is served at; null: the one at which the answers were drawn"""
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    """how the served drafter proposes, as in vLLM"""
+    num_speculative_tokens: int = Field(default=4, ge=1)
+    """tokens drafted a round, as served: for survival and for the best checkpoint"""
+    survival: bool = False
+    """weights positions by their chance to be reached in a round"""
+    reference: Path | None = None
+    """a drafter that was distilled before: with keep_share, the positions where it is ahead are learnt"""
+    keep_share: float = Field(default=1.0, gt=0, le=1)
+    """the share of an answer's positions that is learnt (AdaSPEC; 0.4 there)"""
+    selection: Literal["gap", "random"] = "gap"
+    """random: keep_share's control, the same work on positions drawn at random"""
+    on_policy: float = Field(default=0.0, ge=0, le=1)
+    """share of steps whose answers the drafter writes; signal=online"""
+    on_policy_temperature: float = Field(default=1.0, ge=0)
+    """at which it writes them"""
     chunk: int = Field(default=256, gt=0)
     """positions whose logits exist at one time"""
+    block: int = Field(default=1 << 17, gt=0)
+    """vocabulary rows whose logits exist at one time; fewer save memory and cost time"""
     eval_every: int = Field(default=50, gt=0)
     """steps between evaluations"""
     eval_prompts: int = Field(default=64, gt=0)
@@ -101,11 +159,20 @@ class DistillConfig(Strict):
     """CPU threads per process; null shares out the cores (launchers like to set 1)"""
 
     @model_validator(mode="after")
-    def _has_an_end(self) -> DistillConfig:
+    def _is_possible(self) -> DistillConfig:
         if self.epochs is None and self.max_steps is None and self.minutes is None:
-            raise ValueError("give an end: epochs=…, max_steps=… or minutes=…")
-        if not self.losses.forward_kl and not self.losses.cross_entropy:
-            raise ValueError("every weight in losses is 0, so nothing would be learnt")
+            self.epochs = 3.0
+        given = self.losses.given()
+        if self.objective == "auto" and given:
+            raise ValueError(f"objective=auto chooses the losses: leave out losses.{next(iter(given))}, or objective")
+        if self.objective == "losses" and not given:
+            raise ValueError("objective=losses needs at least one: losses.forward_kl=1")
+        if self.signal == "online" and self.target is None:
+            raise ValueError("signal=online needs the target: target=…")
+        if self.keep_share < 1 and self.reference is None:
+            raise ValueError("keep_share compares with a drafter that was distilled before: give reference=…")
+        if self.reference is not None and self.keep_share == 1:
+            raise ValueError("reference is for keep_share: give keep_share=0.4, or leave reference out")
         return self
 
 
@@ -124,10 +191,11 @@ def main(argv: list[str]) -> int:
 
 def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run: bool = False) -> dict[str, Any]:
     """Trains, evaluates before against after, writes the drafter; or returns the plan. All ranks call it."""
-    rows, heldout = _inputs(config, notes)
-    settings = _settings(config)
+    rows, heldout, answered_at = _inputs(config, notes)
+    settings, why = _settings(config, answered_at)
+    notes.print(f"losses: {why}", markup=False)
     if dry_run:
-        return _plan(config, settings, rows, heldout, accelerator)
+        return _plan(config, settings, rows, heldout, accelerator) | {"objective": why}
     with accelerator.main_process_first():
         if accelerator.is_main_process:
             open_run(config.out, config)
@@ -138,8 +206,11 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         accelerator.init_trackers(
             "draftsmith", config.model_dump(mode="json"), {"wandb": {"dir": str(config.out), "name": config.out.name}}
         )
-    model = load_model(config.draft)
-    summary = fit(accelerator, model, rows, heldout, settings, config.out)
+    model, target = load_model(config.draft), _target(config, settings, accelerator)
+    reference = load_model(config.reference).to(accelerator.device).eval() if config.reference is not None else None
+    summary = fit(accelerator, model, rows, heldout, settings, config.out, target, reference)
+    summary |= {"losses": dict(settings.losses), "objective": why, "signal": config.signal}
+    del target, reference
     before = load_model(config.draft).to(accelerator.device)
     sets, lines = {}, []
     for name, held in heldout.items():
@@ -177,8 +248,11 @@ def _accelerator(config: DistillConfig) -> Accelerator:
     return accelerator
 
 
-def _inputs(config: DistillConfig, notes: Console) -> tuple[Rows, dict[str, Rows]]:
-    """Everything that can be wrong is found here, before a weight is read or a file is written."""
+def _inputs(config: DistillConfig, notes: Console) -> tuple[Rows, dict[str, Rows], float]:
+    """The answers to train and to test on, and the temperature at which the former were drawn.
+
+    Everything that can be wrong is found here, before a weight is read or a file is written.
+    """
     draft = resolve(str(config.draft)).path
     pair, model = read_pair(draft), read_json(draft / "config.json")
     if "quantization_config" in model:
@@ -201,8 +275,24 @@ def _inputs(config: DistillConfig, notes: Console) -> tuple[Rows, dict[str, Rows
         supervised, all_tokens = int(r.supervised_P.sum()), int(r.tokens_P.sum())
         share = f"{supervised:,} supervised of {all_tokens:,} tokens ({r.share:.1%})"
         notes.print(f"{name}: {len(r)} prompts, {share}", markup=False)
+    if config.reference is not None:
+        _require_reference(config.reference, model["vocab_size"])
+    if config.top_logprobs is not None and config.top_logprobs > rows["data"].head:
+        raise InputError(
+            f"top_logprobs={config.top_logprobs}: the answers hold {rows['data'].head} ids a position: ask for at most those, or "
+            "generate them with more"
+        )
     data = rows.pop("data")
-    return data, {name.removeprefix("heldout."): r for name, r in rows.items()}
+    answered_at = float(sets["data"].meta.get("sampling", {}).get("temperature", 0.0))
+    return data, {name.removeprefix("heldout."): r for name, r in rows.items()}, answered_at
+
+
+def _require_reference(folder: Path, rows: int) -> None:
+    have = read_json(resolve(str(folder)).path / "config.json")["vocab_size"]
+    if have != rows:
+        raise InputError(
+            f"reference={folder}: {have} vocabulary rows, the draft has {rows}: it must be a drafter of this target"
+        )
 
 
 def _folder(config: DistillConfig, name: str) -> Path:
@@ -222,9 +312,29 @@ def _require_pair(name: str, answers: Answers, pair: dict[str, Any], config: Dis
         notes.print(f"{name}: written by {was['name']}, the draft was made from {made_for['name']}", markup=False)
 
 
-def _settings(config: DistillConfig) -> Settings:
-    values = config.model_dump(exclude={"draft", "data", "out", "heldout", "target", "tracker", "threads"})
-    return Settings(**values)
+def _settings(config: DistillConfig, answered_at: float) -> tuple[Settings, str]:
+    """The loop's settings, and in one sentence what is minimised and why."""
+    served_at = answered_at if config.serve_temperature is None else config.serve_temperature
+    losses, why = config.losses.given(), "as given"
+    if not losses:
+        losses, why = auto(served_at, config.draft_sample_method)
+    values = config.model_dump(include={f.name for f in fields(Settings)} - {"losses", "survival"})
+    settings = Settings(**values, losses=losses, survival=config.draft_sample_method if config.survival else None)
+    said = ", ".join(
+        f"{name} {weight if isinstance(weight, list) else f'{weight:g}'}" for name, weight in losses.items()
+    )
+    return settings, f"{said} ({why})"
+
+
+def _target(config: DistillConfig, settings: Settings, accelerator: Accelerator) -> Target | None:
+    if config.signal == "cached" or config.target is None:
+        return None
+    source = resolve(config.target)
+    stored = str(read_json(source.path / "config.json").get("dtype") or "float32")
+    dtype = config.target_dtype or (stored if accelerator.device.type == "cuda" else "float32")
+    model = load_model(source.path, getattr(torch, dtype))
+    # at temperature 0 there is nothing to learn but the argmax, which the losses name; the distribution is taken at 1
+    return online(model, config.target, config.target_device or accelerator.device, accelerator.device)
 
 
 def _plan(
@@ -286,7 +396,7 @@ def _write_drafter(config: DistillConfig, model: Any, evaluation: dict[str, Any]
             elif source.is_dir():
                 shutil.copytree(source, temp / source.name)
         pair = read_pair(temp)
-        how = config.model_dump(mode="json", include={"lr", "seed", "trainable", "losses"})
+        how = config.model_dump(mode="json", include={"lr", "seed", "trainable"})
         training = evaluation["training"] | how
         for name, result in evaluation["sets"].items():
             training |= {f"top1 on {name}": result["after"]["top1"], f"tau K=4 on {name}": result["after"]["tau"]["4"]}
@@ -300,6 +410,7 @@ def _result(config: DistillConfig, evaluation: dict[str, Any]) -> dict[str, Any]
 
 def _plain(result: dict[str, Any]) -> str:
     if "plan" in result:
+        result["plan"]["losses"] = result["objective"]
         return "\n".join(f"{k}: {v:,}" if isinstance(v, int) else f"{k}: {v}" for k, v in result["plan"].items())
     lines = [f"{result['verdict']}"]
     for name, s in result["sets"].items():

@@ -24,8 +24,9 @@ import distill.train
 from distill.answers import open_answers
 from distill.batches import Ints, Rows, check_rows
 from distill.checkpoint import load_checkpoint, save_checkpoint
+from distill.signals import get_signal
 from distill.student import freeze
-from distill.train import STATS, Position, Settings, fit, learning_rate, optimizer_of, window_gradients
+from distill.train import Position, Settings, fit, learning_rate, optimizer_of, window_gradients
 from pairing.errors import InputError, PartFailedError
 from pairing.files import read_json, read_jsonl
 from pairing.init import init_drafter
@@ -75,11 +76,14 @@ def gradients(
     settings = Settings(**{**BASE, "batch_size": batch_size, "trainable": trainable, "max_steps": 1})
     model = load_model(draft)
     params = freeze(model, settings.trainable)
-    run = distill.train.Run(accelerator, model, rows_of(answers), settings, params, optimizer_of(settings, params))
-    stats = window_gradients(run, window)
+    rows = rows_of(answers)
+    run = distill.train.Run(
+        accelerator, model, rows, settings, params, optimizer_of(settings, params), get_signal(rows)
+    )
+    stats = window_gradients(run, window, settings.losses, 0)  # type: ignore[arg-type]
     grads = {name: p.grad.clone() for name, p in params if p.grad is not None}
     assert len(grads) == len(params)
-    return grads, torch.tensor([stats[name] for name in STATS])
+    return grads, torch.tensor(list(stats.values()))
 
 
 # ---------------------------------------------------------------- gradients
@@ -142,10 +146,10 @@ def test_a_budget_in_minutes_is_resumable_and_its_decay_ends(
     monkeypatch.setattr(distill.train, "time", clock)
     step = distill.train._step
 
-    def dies(run: Any, window: Ints, at: int, lr: float) -> dict[str, Any]:
+    def dies(run: Any, window: Ints, at: int, progress: float) -> dict[str, Any]:
         if at == 12:
             raise KeyboardInterrupt
-        return step(run, window, at, lr)
+        return step(run, window, at, progress)
 
     monkeypatch.setattr(distill.train, "_step", dies)
     with pytest.raises(KeyboardInterrupt):
@@ -468,7 +472,15 @@ def test_bad_input_is_refused_in_one_line_before_anything_is_written(place: Path
         ({"target": swapped}, "another target"),
         ({"heldout.own": place / "train"}, "are trained on too"),
         ({"out": tmp_path / "taken"}, "name another output folder"),
-        ({"epochs": "null"}, "give an end"),
+        ({"losses.jsd": 1}, "signal=online"),
+        ({"losses.forward_kl": "[[0.5, 1], [0.2, 0]]"}, "must rise"),
+        ({"objective": "auto", "losses.top1": 1}, "objective=auto chooses"),
+        ({"objective": "losses"}, "at least one"),
+        ({"signal": "online"}, "needs the target"),
+        ({"on_policy": 0.5}, "target must be online"),
+        ({"top_logprobs": 9}, "the answers hold 8 ids"),
+        ({"keep_share": 0.4}, "reference="),
+        ({"keep_share": 0.4, "reference": tmp_path / "wide"}, "288 vocabulary rows"),
         ({"batchsize": 3}, "batch_size"),
         ({"losses.forward_k": 1}, "losses.forward_kl"),
         ({"lr": "fast"}, "lr"),

@@ -216,9 +216,7 @@ def test_blocks_of_the_vocabulary_change_nothing_from_the_cache(block: int, draw
     signal = with_draws(signal, p, draws) if draws else signal
     weights = {name: 0.5 for name in LOSSES if name not in NEED_ALL}
     losses = {name: LOSSES[name] for name in weights}
-    one, apart = (
-        head_loss(hidden, weight, signal, weights, Head(REAL, 8, b, losses)) for b in (1000, block)
-    )
+    one, apart = (head_loss(hidden, weight, signal, weights, Head(REAL, 8, b, losses)) for b in (1000, block))
     torch.testing.assert_close(apart[0], one[0])
     for a, b in zip(*(torch.autograd.grad(x[0], [hidden, weight]) for x in (apart, one)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -242,7 +240,7 @@ def test_gradient_of_the_kl_from_sampled_tails_is_unbiased() -> None:
         ids = torch.full((3, 1), v)
         drawn = replace(signal, tail_ids_NM=ids, tail_logp_NM=p.log().gather(-1, ids))
         keep = (chance[:, v] > 0).float()  # ids of the head are never drawn
-        loss, _ = head_loss(hidden, weight, drawn, {"forward_kl": 1.0}, Head(REAL, 8), lambda w, a, i: keep)
+        loss, _ = head_loss(hidden, weight, drawn, {"forward_kl": 1.0}, Head(REAL, 8), lambda w, a, i, keep=keep: keep)
         (grad,) = torch.autograd.grad(loss, [hidden])
         mean += chance[:, v, None] * grad.double()
     logq = (hidden.double() @ weight.double().T)[:, :REAL].log_softmax(-1)

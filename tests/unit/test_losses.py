@@ -36,7 +36,10 @@ def dense(p_NV: torch.Tensor, q_NV: torch.Tensor, answer: int = 0) -> Outcomes:
 def bucketed(p_NV: torch.Tensor, q_NV: torch.Tensor, k: int) -> Outcomes:
     """The k most likely ids, and one outcome for the rest."""
     ids = p_NV.topk(k).indices
-    parts = [torch.cat([x.gather(-1, ids), (1 - x.gather(-1, ids).sum(-1, keepdim=True)).clamp(min=1e-30)], 1) for x in (p_NV, q_NV)]
+    parts = [
+        torch.cat([x.gather(-1, ids), (1 - x.gather(-1, ids).sum(-1, keepdim=True)).clamp(min=1e-30)], 1)
+        for x in (p_NV, q_NV)
+    ]
     return dense(*parts)
 
 
@@ -161,7 +164,9 @@ def test_kl_of_draws_has_the_right_mean() -> None:
     mean = torch.zeros(1, dtype=torch.float64)
     for v in rest:
         mass = torch.cat([p[:, ids], tail.reshape(1, 1)], 1)
-        o = Outcomes(p[:, [*ids, v]].log(), q[:, [*ids, v]].log(), mass, q[:, 0].log(), q[:, 0].log(), tail[None], tail[None])
+        o = Outcomes(
+            p[:, [*ids, v]].log(), q[:, [*ids, v]].log(), mass, q[:, 0].log(), q[:, 0].log(), tail[None], tail[None]
+        )
         mean += p[0, v] / tail * forward_kl(o)
     torch.testing.assert_close(mean, forward_kl(dense(p, q)))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -30,7 +28,9 @@ def texts(batch: Batch) -> list[list[int]]:
     found = []
     for b in range(len(batch.ids)):
         at = batch.row_N == b
-        found.append([*batch.input_BL[b, : int(batch.column_N[at][0]) + 1].tolist(), *batch.signal.answer_N[at].tolist()])
+        found.append(
+            [*batch.input_BL[b, : int(batch.column_N[at][0]) + 1].tolist(), *batch.signal.answer_N[at].tolist()]
+        )
     return found
 
 
@@ -43,7 +43,7 @@ def test_it_is_the_drafters_own_text(rows: Rows, temperature: float) -> None:
     assert new.ids == batch.ids
     for b, text in enumerate(texts(new)):
         assert text[:20] == batch.input_BL[b, :20].tolist()  # the prompt
-        assert 1 <= len(text) - 20 <= 14
+        assert 1 <= len(text) - 20 <= [9, 5, 14][b]
         assert max(text) < tiny.REAL_TOKENS
         with torch.no_grad():
             logits = model(torch.tensor([text])).logits[0, :, : tiny.REAL_TOKENS]
@@ -60,8 +60,7 @@ def test_the_same_in_any_batch(rows: Rows) -> None:
     model = tiny.model(layers=2, seed=3)
     together = texts(continued(model, collate(rows, np.arange(3)), tiny.REAL_TOKENS, 5, 1.0))
     alone = [texts(continued(model, collate(rows, np.array([i])), tiny.REAL_TOKENS, 5, 1.0))[0] for i in range(3)]
-    for a, b in zip(together, alone, strict=True):  # the longest answer of its batch bounds each
-        assert a[: len(b)] == b[: len(a)]
+    assert together == alone
 
 
 def test_the_target_scores_what_was_written(rows: Rows) -> None:

@@ -1,0 +1,216 @@
+"""What a step may be made of: an online target, on-policy answers, survival weights, a filter; the same however split."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+from distill.answers import open_answers
+from distill.batches import Rows, check_rows, collate
+from distill.head import Head, head_scores
+from distill.losses import LOSSES, NEED_ALL
+from distill.signals import Target, cut, get_signal, online
+from distill.student import freeze, supervised_hidden
+from distill.train import Run, Settings, fit, on_policy, optimizer_of, window_gradients
+from pairing.errors import InputError
+from pairing.files import read_jsonl
+from pairing.init import init_drafter
+from pairing.source import load_model, resolve
+from recipes.distill import main
+from tests import tiny
+from tests.integration.test_distill import BASE
+from tests.stored_answers import answered, store
+
+LIMITS = {"rows": tiny.ROWS, "real": tiny.REAL_TOKENS, "context": 512}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("place")
+    target = tiny.folder(place / "target", layers=4)
+    init_drafter(resolve(str(target)), place / "draft", [0, 3])
+    init_drafter(resolve(str(target)), place / "reference", [0, 1, 3])
+    store(place / "train", answered(target, 24, seed=1), target)
+    store(place / "held", answered(target, 8, seed=2), target)
+    return place
+
+
+@pytest.fixture(scope="module")
+def rows(place: Path) -> Rows:
+    return check_rows(open_answers(place / "train"), "data", **LIMITS)
+
+
+@pytest.fixture(scope="module")
+def target(place: Path) -> Target:
+    return online(load_model(place / "target"), "target", "cpu", "cpu")
+
+
+@pytest.fixture(scope="module")
+def accelerator() -> Accelerator:
+    return Accelerator(cpu=True)
+
+
+def settings(**more: Any) -> Settings:
+    return Settings(**{**BASE, "max_steps": 1, **more})
+
+
+def gradients(
+    accelerator: Accelerator, place: Path, rows: Rows, target: Target | None, at: Settings
+) -> list[torch.Tensor]:
+    model = load_model(place / "draft")
+    params = freeze(model, at.trainable)
+    reference = load_model(place / "reference") if at.keep_share < 1 else None
+    signal = get_signal(rows, target, at.top_logprobs)
+    run = Run(accelerator, model, rows, at, params, optimizer_of(at, params), signal, reference)
+    stats = window_gradients(run, np.arange(6), at.losses, 0)  # type: ignore[arg-type]
+    return [torch.tensor(list(stats.values())), *(p.grad for _, p in params if p.grad is not None)]
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "cached": {},
+    "cached, every loss": {
+        "losses": {name: 0.5 for name in LOSSES if name not in NEED_ALL},
+        "survival": "probabilistic",
+    },
+    "cached, 3 ids": {"top_logprobs": 3},
+    "online": {"losses": dict.fromkeys(LOSSES, 0.3), "block": 100},
+    "online, on-policy": {"losses": {"jsd": 1.0}, "jsd_beta": 0.9, "on_policy": 1.0},
+    "survival": {"survival": "greedy", "num_speculative_tokens": 3},
+    "filter": {"keep_share": 0.4, "survival": "greedy"},
+    "filter's control": {"keep_share": 0.4, "selection": "random"},
+}
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_a_window_split_otherwise_has_the_same_gradient(
+    accelerator: Accelerator, place: Path, rows: Rows, target: Target, mode: str
+) -> None:
+    """D11 for everything that a step may be made of: 6 rows at once, and one by one in chunks of 5."""
+    at = settings(**{"trainable": "all", "batch_size": 6, **MODES[mode]})
+    online_target = target if "online" in mode else None
+    together = gradients(accelerator, place, rows, online_target, at)
+    apart = gradients(accelerator, place, rows, online_target, dataclasses.replace(at, batch_size=1, chunk=5))
+    assert len(together) == len(apart) > 10
+    for a, b in zip(together, apart, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=2e-6 * max(1.0, float(a.abs().max())))
+    assert any(bool(g.any()) for g in together[1:])
+
+
+def test_the_modes_differ(accelerator: Accelerator, place: Path, rows: Rows, target: Target) -> None:
+    """No option is silently ignored: each changes the gradient."""
+    plain = gradients(accelerator, place, rows, None, settings(trainable="all"))
+    for mode, more in MODES.items():
+        if mode != "cached":
+            other = gradients(
+                accelerator, place, rows, target if "online" in mode else None, settings(trainable="all", **more)
+            )
+            assert max(float((a - b).abs().max()) for a, b in zip(plain[1:], other[1:], strict=True)) > 1e-5, mode
+
+
+def test_online_is_the_limit_of_the_cache(place: Path, rows: Rows, target: Target) -> None:
+    """With the target's own answers the cache's forward KL is below the whole one and near it; Σ min lies in the bracket."""
+    model, batch = load_model(place / "draft"), collate(rows, np.arange(6))
+    with torch.no_grad():
+        hidden, matrix = supervised_hidden(model, batch), model.get_output_embeddings().weight
+    head = Head(tiny.REAL_TOKENS, 32)
+    whole = head_scores(hidden, matrix, get_signal(rows, target)(batch), head)
+    cached = head_scores(hidden, matrix, get_signal(rows)(batch), head)
+    fewer = head_scores(hidden, matrix, get_signal(rows, top_logprobs=2)(batch), head)
+    assert (cached.losses["forward_kl"] <= whole.losses["forward_kl"] + 2e-3).all()  # 16-bit logs in the cache
+    assert (fewer.losses["forward_kl"] <= cached.losses["forward_kl"] + 1e-5).all()
+    assert (cached.alpha_low_N - 2e-3 <= whole.alpha_N).all()
+    assert (whole.alpha_N <= cached.alpha_high_N + 2e-3).all()
+    assert torch.equal(whole.top1_N, cached.top1_N)
+    assert torch.equal(whole.accepted_N, cached.accepted_N)
+    torch.testing.assert_close(whole.ratio_N, cached.ratio_N, rtol=0, atol=2e-3)
+
+
+def test_a_cut_cache_is_the_cache_of_fewer_ids(rows: Rows) -> None:
+    signal = collate(rows, np.arange(4)).signal
+    short = cut(signal, 3)
+    torch.testing.assert_close(
+        short.head_logp_NK.exp().sum(-1) + short.tail_N, torch.ones(len(short.tail_N)), rtol=0, atol=3e-3
+    )
+    assert torch.equal(short.head_ids_NK, signal.head_ids_NK[:, :3])
+    assert short.tail_N.mean() > signal.tail_N.mean()
+
+
+def test_refusals_of_signals(place: Path, rows: Rows, target: Target, accelerator: Accelerator, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the answers hold 8 ids"):
+        get_signal(rows, top_logprobs=9)
+    narrow = online(tiny.model(rows=64), "other", "cpu", "cpu")
+    with pytest.raises(InputError, match="64 vocabulary rows"):
+        get_signal(rows, narrow)
+    broken = load_model(place / "target")
+    with torch.no_grad():
+        broken.model.layers[1].mlp.down_proj.weight[0, 0] = torch.nan
+    with pytest.raises(InputError, match=r"not finite on prompt \w+"):
+        get_signal(rows, online(broken, "broken", "cpu", "cpu"))(collate(rows, np.arange(2)))
+    for more, said in (({"on_policy": 0.5}, "target must be online"), ({"keep_share": 0.5}, "give reference")):
+        with pytest.raises(InputError, match=said):
+            fit(accelerator, load_model(place / "draft"), rows, {}, settings(**more), tmp_path / "out")
+    with pytest.raises(InputError, match="leave it out"):
+        fit(accelerator, load_model(place / "draft"), rows, {}, settings(top_logprobs=3), tmp_path / "out", target)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_share_of_steps_is_on_policy_the_same_after_a_resume() -> None:
+    at = settings(on_policy=0.3)
+    steps = [on_policy(at, step) for step in range(400)]
+    assert 0.22 < np.mean(steps) < 0.38
+    assert steps == [on_policy(at, step) for step in range(400)]
+    assert not any(on_policy(settings(), step) for step in range(50))
+
+
+def test_a_schedule_reaches_the_loss(place: Path, rows: Rows, accelerator: Accelerator, tmp_path: Path) -> None:
+    """KL alone up to half of the run, LK alone after it: the log's loss is the one or the other."""
+    losses = {"forward_kl": [(0.49, 1.0), (0.5, 0.0)], "lk_hybrid": [(0.49, 0.0), (0.5, 1.0)]}
+    fit(accelerator, load_model(place / "draft"), rows, {}, settings(max_steps=4, losses=losses), tmp_path)
+    log = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["loss"] == pytest.approx(row["kl"]) for row in log] == [True, True, False, False]
+    assert [row["loss"] == pytest.approx(row["lk_hybrid"]) for row in log] == [False, False, True, True]
+
+
+def test_the_recipe_trains_online_and_on_policy(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Resumed after it was finished, it says so; τ rises on held-out prompts; the objective is in the record."""
+    out = tmp_path / "out"
+    words = [f"draft={place / 'draft'}", f"data={place / 'train'}", f"out={out}", f"heldout.own={place / 'held'}"]
+    words += [
+        f"target={place / 'target'}",
+        "signal=online",
+        "on_policy=0.3",
+        "losses.jsd=1",
+        "jsd_beta=0.1",
+        "survival=true",
+    ]
+    assert main([*words, "epochs=8", "batch_size=4", "lr=3e-3", "trainable=all", "threads=1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    change = result["sets"]["own"]["change"]
+    assert change["top1"][0] > 0.1, change
+    log = [row for row in read_jsonl(out / "metrics.jsonl") if row["kind"] == "train"]
+    assert result["training"]["losses"] == {"jsd": 1.0}
+    assert result["training"]["supervised_tokens"] == sum(row["supervised"] for row in log)
+    assert log[-1]["jsd"] < log[0]["jsd"]
+
+
+def test_auto_says_what_it_chose(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        f"draft={place / 'draft'}",
+        f"data={place / 'train'}",
+        f"out={tmp_path / 'out'}",
+        "max_steps=1",
+        "--dry-run",
+    ]
+    assert main(words) == 0
+    assert "served greedily" in capsys.readouterr().out
+    assert main([*words, "serve_temperature=0.7", "draft_sample_method=probabilistic", "--json"]) == 0
+    assert "lk_hybrid" in json.loads(capsys.readouterr().out)["objective"]
