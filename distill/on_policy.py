@@ -63,6 +63,7 @@ def _write(
     model: Any,
     prompts: list[torch.Tensor],
     uniform_BT: torch.Tensor,
+    longest_B: torch.Tensor,
     endings: torch.Tensor,
     real: int,
     temperature: float,
