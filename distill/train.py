@@ -10,28 +10,42 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DistributedType, broadcast_object_list
 
-from distill.batches import Batch, Ints, Rows, collate, micro_batches, windows
-from distill.checkpoint import Named, load_checkpoint, save_checkpoint
+from distill.batches import Batch, Ints, Rows, collate, windows
+from distill.checkpoint import load_checkpoint, save_checkpoint
 from distill.emphasis import starts, survival_weights, worth_learning
 from distill.evaluate import score_prompts, summary
-from distill.head import REPORTED, Head, Scores, Weigh, head_loss, head_scores
+from distill.guards import finite_or_stop, spike_or_stop
+from distill.head import REPORTED, AnySignal, Head, Scores, Weigh, head_loss, head_scores
 from distill.losses import LOSSES, Loss, jsd
 from distill.objective import DraftSampling, Weight, require_losses, weights_at
 from distill.on_policy import continued
+from distill.parallel import (
+    Kind,
+    Named,
+    Prepared,
+    backward,
+    deepspeed_config,
+    equal_graphs,
+    passes,
+    prepare,
+    sum_gradients,
+    update,
+    whole,
+)
 from distill.signals import GetSignal, Target, get_signal, require_plain_target
 from distill.student import Trainable, freeze, require_plain_head, supervised_hidden
-from pairing.errors import InputError, PartFailedError
+from pairing.errors import InputError
 from pairing.files import append_jsonl, read_jsonl, write_text
 from pairing.progress import bar
 
@@ -83,11 +97,12 @@ class Position:
     tokens: int = 0  # supervised
     seconds: float = 0.0
     rows_per_step: int = 0
+    best: float | None = None  # the highest mean τ of the held-out sets so far
 
 
-def steps_of(settings: Settings, rows: Rows, ranks: int) -> tuple[int, int | None]:
-    """Optimizer steps in an epoch, and in the run where epochs or max_steps limit it."""
-    per_epoch = math.ceil(int((rows.supervised_P > 0).sum()) / (settings.batch_size * settings.accumulation * ranks))
+def steps_of(settings: Settings, rows: Rows, size: int) -> tuple[int, int | None]:
+    """Optimizer steps of `size` rows in an epoch, and in the run where epochs or max_steps limit it."""
+    per_epoch = math.ceil(int((rows.supervised_P > 0).sum()) / size)
     limits = [math.ceil(per_epoch * settings.epochs)] if settings.epochs is not None else []
     limits += [settings.max_steps] if settings.max_steps is not None else []
     return per_epoch, min(limits, default=None)
@@ -101,6 +116,9 @@ def learning_rate(settings: Settings, progress: float) -> float:
     return settings.lr * max(0.0, min(up, (1 - progress) / (1 - settings.warmup)))
 
 
+Send = Callable[[dict[str, Any], int], None]
+
+
 def fit(
     accelerator: Accelerator,
     model: Any,
@@ -110,31 +128,36 @@ def fit(
     out: Path,
     target: Target | None = None,
     reference: Any = None,
+    digests: Mapping[str, str] | None = None,
+    send: Send = lambda row, step: None,
 ) -> dict[str, Any]:
-    """Trains `model` in place and returns the training summary. Goes on from the newest checkpoint in `out`.
+    """Trains `model` in place and returns the summary. Goes on from the newest checkpoint in `out`, where it also leaves the
+    trained weights (the only place where they are whole if the model is sharded).
 
     The signal is `target`'s whole distribution where one is given, else the answers' own record. `reference` is a drafter that
-    was distilled before, for `keep_share` < 1. Writes `out`/metrics.jsonl and `out`/checkpoints/. Under a limit in steps or
-    epochs a run that was killed and started again has the same losses as one that was not. Raises PartFailedError where a
-    loss is not finite, with all good checkpoints left as they are; InputError for losses, shares or a target that cannot be had.
+    was distilled before, for `keep_share` < 1. Writes `out`/metrics.jsonl and `out`/checkpoints/, and gives each row of
+    the former to `send` too. Under a limit in steps or epochs a run that was killed and started again, on as many processes or
+    on others, has the same losses as one that was not. Raises PartFailedError where a loss is not finite or leaps, with all good
+    checkpoints left as they are; InputError for losses, shares or a target that cannot be had, or where the checkpoint is of
+    other `digests`.
     """
     require_possible(settings, online=target is not None, reference=reference is not None)
     signal = get_signal(rows, target, settings.top_logprobs)
     model.to(accelerator.device)
-    params = freeze(model, settings.trainable)
-    optimizer = optimizer_of(settings, params)
-    size = settings.batch_size * settings.accumulation * accelerator.num_processes
-    at = _resume(accelerator, out, params, optimizer, size)
-    per_epoch, total = steps_of(settings, rows, accelerator.num_processes)
-    order, ordered = windows(rows, settings.seed, at.step // per_epoch, size), at.step // per_epoch
-    first = collate(rows, order[0][:2], accelerator.device)
+    freeze(model, settings.trainable)
+    first = collate(rows, windows(rows, settings.seed, 0, 2)[0], accelerator.device)
     require_plain_head(model, first)
     if target is not None:
         require_plain_target(target, first)
-    run = Run(accelerator, model, rows, settings, params, optimizer, signal, reference)
+    run = ready(accelerator, model, rows, settings, signal, reference)
+    out_at = _Out(accelerator, out, dict(digests or {}), send)
+    at = _resume(run, out_at)
+    size, history = at.rows_per_step, _History()
+    per_epoch, total = steps_of(settings, rows, size)
+    order, ordered = windows(rows, settings.seed, at.step // per_epoch, size), at.step // per_epoch
     start, before, last, budget = time.monotonic(), at.seconds, 0.0, (settings.minutes or 0) * 60
     if at.step == 0:
-        _evaluate(run, heldout, 0, out)
+        _evaluate(run, heldout, 0, out_at)
     length = int(budget) if budget else total or 0
     with _bar(accelerator, length, int(at.seconds) if budget else at.step) as advance:
         while not _done(at, total, budget):
@@ -149,19 +172,21 @@ def fit(
             window = order[index]
             shown = at.seconds
             row = _step(run, window, at.step, progress)
+            history.add(at.step + 1, row["loss"], weights_at(settings.losses, progress), progress > settings.warmup)
             now = _agree(accelerator, before + time.monotonic() - start)
             last, at.seconds = now - at.seconds, now
             at.step, at.tokens = at.step + 1, at.tokens + int(row["supervised"])
             rate = float(rows.tokens_P[window].sum()) / max(last, 1e-9)
             row = {"kind": "train", "step": at.step, "epoch": epoch, "tokens": at.tokens} | row
-            _log(accelerator, out, row | {"tokens_per_s": round(rate, 1), "seconds": round(at.seconds, 2)})
+            _log(out_at, row | {"tokens_per_s": round(rate, 1), "seconds": round(at.seconds, 2)})
             note = f"loss {row['loss']:.3f}  top-1 {row['top1']:.3f}  {rate:.0f} tok/s"
             advance(int(at.seconds) - int(shown) if budget else 1, note)
-            if at.step % settings.eval_every == 0:
-                _evaluate(run, heldout, at.step, out)
+            figure = _evaluate(run, heldout, at.step, out_at) if at.step % settings.eval_every == 0 else None
+            better = figure is not None and (at.best is None or figure > at.best)
+            at.best = figure if better else at.best
             at.seconds = _agree(accelerator, before + time.monotonic() - start)
-            if at.step % settings.checkpoint_every == 0 or _done(at, total, budget):
-                _save(accelerator, out, at, params, optimizer, settings.keep)
+            if at.step % settings.checkpoint_every == 0 or better or _done(at, total, budget):
+                _save(run, out_at, at, figure)
     return {
         "steps": at.step,
         "epochs": round(at.step / per_epoch, 3),
@@ -187,66 +212,91 @@ class Run:
     """What a step needs, made once."""
 
     accelerator: Accelerator
-    model: Any
+    model: Any  # the drafter itself, inside `prepared.root`
     rows: Rows
     settings: Settings
-    params: Named
-    optimizer: torch.optim.Optimizer
     signal: GetSignal
-    reference: Any = None
+    head: Head
+    prepared: Prepared
 
-    @property
-    def head(self) -> Head:
-        known: dict[str, Loss] = {**LOSSES, "jsd": partial(jsd, beta=self.settings.jsd_beta)}
-        losses = {name: known[name] for name in self.settings.reported}
-        return Head(self.rows.real, self.settings.chunk, self.settings.block, losses)
+
+def ready(
+    accelerator: Accelerator, model: Any, rows: Rows, settings: Settings, signal: GetSignal, reference: Any = None
+) -> Run:
+    """Prepares `model`, whose requires_grad flags say what learns, for steps on this accelerator's processes."""
+    known: dict[str, Loss] = {**LOSSES, "jsd": partial(jsd, beta=settings.jsd_beta)}
+    head = Head(rows.real, settings.chunk, settings.block, {name: known[name] for name in settings.reported})
+
+    def loss_of(model: Any, batch: Batch, weights: Mapping[str, float], step: int) -> tuple[torch.Tensor, Scores]:
+        with accelerator.autocast():
+            hidden_NH = supervised_hidden(model, batch)
+        return batch_loss(hidden_NH, model.get_output_embeddings().weight, signal(batch), batch, weights, step, settings, head,
+                          reference)  # fmt: skip
+
+    kind = kind_of(accelerator)
+    zero: Literal[2, 3] = 3 if kind == "deepspeed" and accelerator.deepspeed_plugin.zero_stage == 3 else 2
+    config = deepspeed_config(zero, settings.batch_size, settings.clip) if kind == "deepspeed" else None
+    prepared = prepare(kind, model, loss_of, partial(optimizer_of, settings), config)
+    return Run(accelerator, model, rows, settings, signal, head, prepared)
+
+
+def kind_of(accelerator: Accelerator) -> Kind:
+    kinds: dict[Any, Kind] = {DistributedType.FSDP: "fsdp2", DistributedType.DEEPSPEED: "deepspeed"}
+    return kinds.get(accelerator.distributed_type, "replicated")
 
 
 def window_gradients(run: Run, window: Ints, weights: Mapping[str, float], step: int) -> dict[str, float]:
     """Leaves the window's gradient in every parameter, on every rank, and returns token means by name: the losses, AGREEMENT,
     and "tokens", how many positions were supervised.
     """
-    accelerator, settings = run.accelerator, run.settings
-    pieces = micro_batches(window, settings.batch_size, accelerator.process_index, accelerator.num_processes)
-    batches = [collate(run.rows, indices, accelerator.device) for indices in pieces]
+    accelerator, settings, prepared = run.accelerator, run.settings, run.prepared
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    todo = passes(prepared.kind, window, settings.batch_size, rank, ranks)
+    batches = [(collate(run.rows, indices, accelerator.device), weight) for indices, weight in todo]
+    if equal_graphs(prepared.kind):
+        batches = [(replace(batch, shared=0), weight) for batch, weight in batches]
     tokens = int(run.rows.supervised_P[window].sum())
     if on_policy(settings, step):
-        batches = [
-            continued(run.model, b, run.rows.real, settings.seed + step, settings.on_policy_temperature)
-            for b in batches
-        ]
-        counted = torch.tensor(sum(len(b.row_N) for b in batches), device=accelerator.device)
+        with whole(prepared):
+            batches = [(_continued(run, batch, step), weight) for batch, weight in batches]
+        counted = torch.tensor(sum(len(b.row_N) for b, weight in batches if weight), device=accelerator.device)
         tokens = int(accelerator.reduce(counted, "sum"))  # what was written, not what it replaces
     names = (*settings.reported, *AGREEMENT)
     sums = torch.zeros(len(names), dtype=torch.float64, device=accelerator.device)
-    for batch in batches:
-        loss, scores = batch_loss(run, batch, weights, step)
-        (loss / max(tokens, 1)).backward()
-        sums += _sums(scores, settings.reported)
-    if accelerator.num_processes > 1:
-        # not DistributedDataParallel: it averages per backward pass, and asks every rank for the same number of them
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for _, p in run.params])
-        flat = accelerator.reduce(flat, "sum")
-        for (_, p), g in zip(run.params, flat.split([p.numel() for _, p in run.params]), strict=True):
-            p.grad = g.view_as(p)
-        sums = accelerator.reduce(sums, "sum")
+    for i, (batch, weight) in enumerate(batches):
+        loss, scores = prepared.root(batch, weights, step)
+        backward(prepared, loss * (weight / max(tokens, 1)), i == len(batches) - 1, ranks)
+        sums += weight * _sums(scores, settings.reported)
+    sum_gradients(prepared, accelerator)
+    sums = accelerator.reduce(sums, "sum")
     return dict(zip(names, (sums / max(tokens, 1)).tolist(), strict=True)) | {"tokens": tokens}
 
 
-def batch_loss(run: Run, batch: Batch, weights: Mapping[str, float], step: int) -> tuple[torch.Tensor, Scores]:
+def _continued(run: Run, batch: Batch, step: int) -> Batch:
+    settings = run.settings
+    return continued(run.model, batch, run.rows.real, settings.seed + step, settings.on_policy_temperature)
+
+
+def batch_loss(
+    hidden_NH: torch.Tensor,
+    matrix_VH: torch.Tensor,
+    signal: AnySignal,
+    batch: Batch,
+    weights: Mapping[str, float],
+    step: int,
+    settings: Settings,
+    head: Head,
+    reference: Any = None,
+) -> tuple[torch.Tensor, Scores]:
     """The weighted loss summed over the batch's positions, each with its factor; and the scores of all positions."""
-    settings, head = run.settings, run.head
-    with run.accelerator.autocast():
-        hidden_NH = supervised_hidden(run.model, batch)
-    matrix_VH, signal = run.model.get_output_embeddings().weight, run.signal(batch)
     survive = _survival(settings, starts(batch.row_N, batch.column_N))
     if settings.keep_share == 1:
         return head_loss(hidden_NH, matrix_VH, signal, weights, head, survive)
     # the losses of all positions first, without gradient; then the gradient of those that are kept
     scores = head_scores(hidden_NH, matrix_VH, signal, head)
-    with torch.no_grad(), run.accelerator.autocast():
-        theirs_NH = supervised_hidden(run.reference, batch)
-    theirs = head_scores(theirs_NH, run.reference.get_output_embeddings().weight, signal, head)
+    with torch.no_grad():
+        theirs_NH = supervised_hidden(reference, batch)
+    theirs = head_scores(theirs_NH, reference.get_output_embeddings().weight, signal, head)
     gap_N = scores.losses["forward_kl"] - theirs.losses["forward_kl"]
     if settings.selection == "random":
         gap_N = _noise(batch, settings.seed + step).to(gap_N.device)
@@ -319,17 +369,11 @@ def _step(run: Run, window: Ints, step: int, progress: float) -> dict[str, Any]:
     weights, lr = weights_at(settings.losses, progress), learning_rate(settings, progress)
     stats = window_gradients(run, window, weights, step)
     loss = sum(w * stats[name] for name, w in weights.items())
-    norm = float(torch.nn.utils.clip_grad_norm_([p for _, p in run.params], settings.clip))
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        ids = ", ".join(str(run.rows.data[int(i)]["id"]) for i in window[:4])
-        raise PartFailedError(
-            f"step {step + 1}: the loss is {loss}, the gradient's norm {norm} (prompts {ids} …); checkpoints are as "
-            "they were: lower lr or look at these prompts, and start the same command again"
-        )
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
-    run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
+    ids = [str(run.rows.data[int(i)]["id"]) for i in window[:4]]
+    finite_or_stop(step + 1, {"the loss": loss}, ids)
+    norm = update(
+        run.prepared, lr, settings.clip, lambda norm: finite_or_stop(step + 1, {"the gradient's norm": norm}, ids)
+    )
     named = {"loss": loss, "kl": stats["forward_kl"], "ce": stats["cross_entropy"]}
     named |= {name: stats[name] for name in weights if name not in REPORTED}
     named |= {"top1": stats["top1"], "alpha": stats["alpha"], "supervised": stats["tokens"]}
@@ -347,50 +391,89 @@ def _agree(accelerator: Accelerator, seconds: float) -> float:
     return float(broadcast_object_list([seconds])[0])
 
 
-def _resume(accelerator: Accelerator, out: Path, params: Named, optimizer: Any, size: int) -> Position:
-    state = load_checkpoint(out / "checkpoints", params, optimizer)
+@dataclass
+class _History:
+    """Losses since the weights last changed and the warm-up ended: what a spike is judged against."""
+
+    losses: list[float] = field(default_factory=list)
+    weights: dict[str, float] = field(default_factory=dict)
+
+    def add(self, step: int, loss: float, weights: dict[str, float], warm: bool) -> None:
+        if weights != self.weights or not warm:
+            self.losses.clear()
+        self.weights = weights
+        self.losses.append(loss)
+        spike_or_stop(step, self.losses, 0)
+
+
+@dataclass(frozen=True)
+class _Out:
+    """Where a run writes."""
+
+    accelerator: Accelerator
+    folder: Path
+    digests: dict[str, str]
+    send: Send
+
+
+def _resume(run: Run, out: _Out) -> Position:
+    """Where the newest checkpoint stood, or a beginning. Rows per step stay what they were, whatever the processes now."""
+    prepared, settings, accelerator = run.prepared, run.settings, run.accelerator
+    state = load_checkpoint(out.folder / "checkpoints", prepared.params, prepared.optimizer, digests=out.digests)
+    size = settings.batch_size * settings.accumulation * accelerator.num_processes
     at = Position(**state) if state else Position(rows_per_step=size)
-    if at.rows_per_step != size:
-        raise InputError(
-            f"{out}: its checkpoint has {at.rows_per_step} rows per step, this start {size} (batch_size x accumulation "
-            "x processes): start it with as many processes as before"
-        )
     if accelerator.is_main_process:
         # what was logged after the checkpoint is done again
-        kept = [row for row in read_jsonl(out / "metrics.jsonl") if state and row["step"] <= at.step]
-        write_text(out / "metrics.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+        kept = [row for row in read_jsonl(out.folder / "metrics.jsonl") if state and row["step"] <= at.step]
+        write_text(out.folder / "metrics.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
     accelerator.wait_for_everyone()
     return at
 
 
-def _save(accelerator: Accelerator, out: Path, at: Position, params: Any, optimizer: Any, keep: int) -> None:
-    if accelerator.is_main_process:
-        save_checkpoint(out / "checkpoints", vars(at), params, optimizer, keep)
-    accelerator.wait_for_everyone()
+def _save(run: Run, out: _Out, at: Position, figure: float | None) -> None:
+    prepared, folder, main = run.prepared, out.folder / "checkpoints", run.accelerator.is_main_process
+    save_checkpoint(
+        folder,
+        vars(at),
+        prepared.params,
+        prepared.optimizer,
+        run.settings.keep,
+        figure=figure,
+        digests=out.digests,
+        main=main,
+    )
+    run.accelerator.wait_for_everyone()
 
 
-def _evaluate(run: Run, heldout: Mapping[str, Rows], step: int, out: Path) -> None:
-    for name, rows in heldout.items():
-        scores = score_prompts(
-            run.accelerator,
-            run.model,
-            rows,
-            batch_size=run.settings.batch_size,
-            chunk=run.settings.chunk,
-            most=run.settings.eval_prompts,
-        )
-        _log(run.accelerator, out, {"kind": "eval", "step": step, "set": name} | summary(scores))
+def _evaluate(run: Run, heldout: Mapping[str, Rows], step: int, out: _Out) -> float | None:
+    """Scores and logs every held-out set; returns the mean of their τ at the served K, None where there is none."""
+    settings, found = run.settings, []
+    with whole(run.prepared):
+        for name, rows in heldout.items():
+            scores = score_prompts(
+                run.accelerator,
+                run.model,
+                rows,
+                batch_size=settings.batch_size,
+                chunk=settings.chunk,
+                most=settings.eval_prompts,
+            )
+            row = summary(scores)
+            _log(out, {"kind": "eval", "step": step, "set": name} | row)
+            found.append(row["tau"].get(str(settings.num_speculative_tokens)))
+    known = [tau for tau in found if tau is not None]
+    return sum(known) / len(known) if known else None
 
 
-def _log(accelerator: Accelerator, out: Path, row: dict[str, Any]) -> None:
-    """One line in metrics.jsonl, and the same to accelerate's trackers, where one is on."""
-    if not accelerator.is_main_process:
+def _log(out: _Out, row: dict[str, Any]) -> None:
+    """One line in metrics.jsonl, and the same to the tracker, where one is on."""
+    if not out.accelerator.is_main_process:
         return
-    append_jsonl(out / "metrics.jsonl", row)
+    append_jsonl(out.folder / "metrics.jsonl", row)
     prefix = f"{row['kind']}/{row['set']}" if "set" in row else row["kind"]
     flat = {f"{prefix}/{k}": v for k, v in row.items() if isinstance(v, int | float)}
     flat |= {f"{prefix}/tau_{K}": v for K, v in row.get("tau", {}).items() if v is not None}
-    accelerator.log(flat, step=row["step"])
+    out.send(flat, row["step"])
 
 
 def _bar(accelerator: Accelerator, length: int, done: int) -> Any:

@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -32,23 +33,34 @@ from transformers.utils.logging import disable_progress_bar
 
 from distill.answers import Answers, open_answers, require_target
 from distill.batches import Rows, check_rows
+from distill.checkpoint import Which, load_weights
 from distill.evaluate import compare, score_prompts, verdict
+from distill.guards import supervised_or_stop, tracker
 from distill.objective import Weight, auto
 from distill.signals import Target, online
 from distill.student import freeze
-from distill.train import Settings, fit, require_possible, steps_of
+from distill.train import Send, Settings, fit, steps_of
 from pairing.card import write_card
 from pairing.errors import InputError
-from pairing.files import append_jsonl, new_folder, read_json, write_json
-from pairing.pair import read_pair, update_pair
+from pairing.files import append_jsonl, digest_json, new_folder, read_json, write_json
+from pairing.pair import describe_model, read_pair, update_pair
 from pairing.source import load_model, load_tokenizer, resolve
 from recipes.config import Strict, guarded, parse
 from recipes.run_folder import open_run
 
-SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+SUPPORTED = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.FSDP,
+    DistributedType.DEEPSPEED,
+)
 
 
 Points = float | list[tuple[float, float]]
+
+
+_WHICH: dict[str, Which] = {"last": "newest", "best": "best"}
 
 
 class LossWeights(Strict):
@@ -152,7 +164,9 @@ class DistillConfig(Strict):
     checkpoint_every: int = Field(default=50, gt=0)
     """steps between checkpoints"""
     keep: int = Field(default=2, gt=0)
-    """checkpoints kept"""
+    """newest checkpoints kept; the best by τ on the held-out sets is kept besides"""
+    take: Literal["last", "best"] = "last"
+    """whose weights the drafter gets: the last step's, or those of the best checkpoint"""
     tracker: Literal["none", "wandb"] = "none"
     """where metrics go beside metrics.jsonl"""
     threads: int | None = Field(default=None, gt=0)
@@ -202,16 +216,15 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
     if (config.out / "drafter" / "pair.json").is_file():
         notes.print(f"{config.out} is finished already", markup=False)
         return _result(config, read_json(config.out / "evaluation.json"))
-    if config.tracker != "none":
-        accelerator.init_trackers(
-            "draftsmith", config.model_dump(mode="json"), {"wandb": {"dir": str(config.out), "name": config.out.name}}
-        )
+    send, close = _tracker(config, accelerator, notes)
     model, target = load_model(config.draft), _target(config, settings, accelerator)
     reference = load_model(config.reference).to(accelerator.device).eval() if config.reference is not None else None
-    summary = fit(accelerator, model, rows, heldout, settings, config.out, target, reference)
-    summary |= {"losses": dict(settings.losses), "objective": why, "signal": config.signal}
-    del target, reference
-    before = load_model(config.draft).to(accelerator.device)
+    summary = fit(accelerator, model, rows, heldout, settings, config.out, target, reference, _digests(config), send)
+    close()
+    del model, target, reference
+    before, model = (load_model(config.draft).to(accelerator.device) for _ in range(2))
+    taken = load_weights(config.out / "checkpoints", _WHICH[config.take], freeze(model, config.trainable))
+    summary |= {"losses": dict(settings.losses), "objective": why, "signal": config.signal, "taken_step": taken["step"]}
     sets, lines = {}, []
     for name, held in heldout.items():
         sizes = {"batch_size": config.batch_size, "chunk": config.chunk}
@@ -229,6 +242,38 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
     return _result(config, evaluation)
 
 
+def _tracker(config: DistillConfig, accelerator: Accelerator, notes: Console) -> tuple[Send, Callable[[], None]]:
+    """What rows of metrics are sent to, and how it is closed. A tracker that dies or hangs is noted and forgotten."""
+    if config.tracker == "none" or not accelerator.is_main_process:
+        return lambda row, step: None, lambda: None
+    where = {config.tracker: {"dir": str(config.out), "name": config.out.name}}
+
+    def start() -> None:
+        accelerator.init_trackers("draftsmith", config.model_dump(mode="json"), where)
+
+    def finish() -> None:
+        for one in accelerator.trackers:
+            one.finish()
+
+    def forget() -> None:
+        close()
+        accelerator.trackers = []  # closed or dead: accelerate need not ask it again
+
+    send, close = tracker(
+        start, lambda row, step: accelerator.log(row, step=step), lambda line: notes.print(line, markup=False), finish
+    )
+    return send, forget
+
+
+def _digests(config: DistillConfig) -> dict[str, str]:
+    """What a checkpoint belongs to: the draft's weights, and target, tokenizer, prompts and sampling of the answers."""
+    meta = read_json(config.data / "meta.json")
+    described = describe_model(resolve(str(config.draft)))["digests"]
+    answers = {k: v for k, v in meta.items() if k not in ("versions", "stats", "complete")}
+    return {"draft": described["weights"], "target": meta["target"]["digests"]["weights"],
+            "tokenizer": meta["target"]["digests"]["tokenizer"], "data": digest_json(answers)}  # fmt: skip
+
+
 def _accelerator(config: DistillConfig) -> Accelerator:
     if config.tracker == "wandb" and importlib.util.find_spec("wandb") is None:
         raise InputError(
@@ -239,8 +284,8 @@ def _accelerator(config: DistillConfig) -> Accelerator:
     if accelerator.distributed_type not in SUPPORTED or accelerator.mixed_precision not in ("no", "bf16"):
         raise InputError(
             f"accelerate is set to {accelerator.distributed_type.value} with mixed_precision "
-            f"{accelerator.mixed_precision}: distill runs on one process, several CPU processes or several GPUs, in no or "
-            "bf16 precision"
+            f"{accelerator.mixed_precision}: distill runs on one process, several CPU processes or GPUs, FSDP or DeepSpeed, "
+            "in no or bf16 precision"
         )
     if cpu:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -273,6 +318,7 @@ def _inputs(config: DistillConfig, notes: Console) -> tuple[Rows, dict[str, Rows
             )
     for name, r in rows.items():
         supervised, all_tokens = int(r.supervised_P.sum()), int(r.tokens_P.sum())
+        supervised_or_stop(name, supervised, all_tokens)
         share = f"{supervised:,} supervised of {all_tokens:,} tokens ({r.share:.1%})"
         notes.print(f"{name}: {len(r)} prompts, {share}", markup=False)
     if config.reference is not None:
@@ -346,7 +392,7 @@ def _plan(
     head = model.get_output_embeddings().weight
     body = sum(p.numel() for p in model.parameters()) - head.numel()
     body -= 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
-    per_epoch, total = steps_of(settings, rows, accelerator.num_processes)
+    per_epoch, total = steps_of(settings, rows, config.batch_size * config.accumulation * accelerator.num_processes)
     tokens, supervised = int(rows.tokens_P.sum()), int(rows.supervised_P.sum())
     head_passes = 4 if config.trainable == "layers" else 6
     seconds = (6 * body * tokens + head_passes * head.numel() * supervised) / _flops(accelerator.device)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from distill.answers import open_answers
 from distill.batches import Batch, Rows, check_rows, collate
 from distill.checkpoint import load_checkpoint, save_checkpoint
-from distill.head import head_loss
+from distill.head import Head, head_loss
 from distill.parallel import Kind, Named, Prepared, backward, passes, prepare, sum_gradients, update, whole
 from distill.student import Trainable, freeze, supervised_hidden
 from tests import tiny
@@ -37,7 +37,7 @@ def ready(kind: Kind, trainable: Trainable, tied: bool) -> Prepared:
     def loss_of(model: Any, batch: Batch, tokens: int) -> torch.Tensor:
         weight = model.get_output_embeddings().weight
         hidden = supervised_hidden(model, batch)
-        return head_loss(hidden, weight, batch.signal, LOSSES, tiny.REAL_TOKENS, 32)[0] / tokens
+        return head_loss(hidden, weight, batch.signal, LOSSES, Head(tiny.REAL_TOKENS, 32))[0] / tokens
 
     def optimizer_of(params: Named) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for _, p in params], lr=1.0, fused=True)
@@ -52,7 +52,7 @@ def updates(accelerator: Accelerator, prepared: Prepared, rows: Rows, windows: l
     rank, ranks, log = accelerator.process_index, accelerator.num_processes, []
     for indices in windows:
         window = np.array(indices)
-        tokens = int(rows.answer_P[window].sum())
+        tokens = int(rows.supervised_P[window].sum())
         total = torch.zeros(())
         todo = passes(prepared.kind, window, BATCH, rank, ranks)
         for i, (part, weight) in enumerate(todo):

@@ -18,7 +18,7 @@ from distill.head import Head, head_scores
 from distill.losses import LOSSES, NEED_ALL
 from distill.signals import Target, cut, get_signal, online
 from distill.student import freeze, supervised_hidden
-from distill.train import Run, Settings, fit, on_policy, optimizer_of, window_gradients
+from distill.train import Settings, fit, on_policy, ready, window_gradients
 from pairing.errors import InputError
 from pairing.files import read_jsonl
 from pairing.init import init_drafter
@@ -67,8 +67,7 @@ def gradients(
     model = load_model(place / "draft")
     params = freeze(model, at.trainable)
     reference = load_model(place / "reference") if at.keep_share < 1 else None
-    signal = get_signal(rows, target, at.top_logprobs)
-    run = Run(accelerator, model, rows, at, params, optimizer_of(at, params), signal, reference)
+    run = ready(accelerator, model, rows, at, get_signal(rows, target, at.top_logprobs), reference)
     stats = window_gradients(run, np.arange(6), at.losses, 0)  # type: ignore[arg-type]
     return [torch.tensor(list(stats.values())), *(p.grad for _, p in params if p.grad is not None)]
 
