@@ -1,13 +1,18 @@
-"""What a model name means: a folder, a GGUF file or a hub id, resolved to one local Hugging Face folder.
+"""What a model name means: a folder, a LoRA adapter, a GGUF file or a hub id, resolved to one local Hugging Face folder.
 
 Everything behind this module sees folders only. Pickled weights are never read, and no remote code is run.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
+import os
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +21,8 @@ import torch
 from safetensors import SafetensorError
 
 from pairing.errors import InputError
-from pairing.files import digest_file, new_folder, write_json
+from pairing.files import digest_file, digest_json, new_folder, read_json, write_json, write_text
+from pairing.lora import CONFIG, WEIGHTS, is_adapter, merge_adapter, read_adapter
 
 # Where no hub is reached, these hub ids are taken from a Python package that carries the weights.
 PACKAGED = {
@@ -26,6 +32,7 @@ HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
                    "added_tokens.json", "vocab.json", "merges.txt")  # fmt: skip
 GGUF_CACHE = Path.home() / ".cache" / "draftsmith" / "gguf"
+ADAPTER_CACHE = Path.home() / ".cache" / "draftsmith" / "merged"
 
 
 @dataclass(frozen=True)
@@ -37,29 +44,38 @@ class ModelSource:
 
 
 def resolve(name: str) -> ModelSource:
-    """Finds the model called `name` and returns its folder. A GGUF file is dequantized once and kept.
+    """Finds the model called `name` and returns its folder. A GGUF file is dequantized once and kept; a LoRA adapter, a
+    folder or a hub id, is merged into its base once and kept.
 
-    Raises InputError: no such folder or hub id, a folder without config or safetensors weights, a broken GGUF file.
+    Raises InputError: no such folder or hub id, a folder without config or safetensors weights, a broken GGUF file, an
+    adapter that cannot be merged or whose base is missing.
     """
+    return _resolve(name, None, ())
+
+
+def _resolve(name: str, revision: str | None, above: tuple[Path, ...]) -> ModelSource:
+    """`revision` is the hub's, where an adapter asks for one; `above` are the adapters whose base is looked for."""
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise InputError(f"{name}: no such GGUF file")
         return ModelSource(name, dequantized(path), None, None)
+    if path.is_dir() and is_adapter(path):
+        return _merged(name, path.resolve(), None, above)
     if path.is_dir():
         _require_whole(path, name)
         return ModelSource(name, path.resolve(), None, None)
     if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise InputError(f"{name}: no such model: give a folder, a .gguf file or a hub id (owner/name)")
-    return _from_hub(name)
+    return _from_hub(name, revision, above)
 
 
-def _from_hub(name: str) -> ModelSource:
+def _from_hub(name: str, revision: str | None, above: tuple[Path, ...]) -> ModelSource:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=HUB_FILES, etag_timeout=5))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES, etag_timeout=5))
     except GatedRepoError:
         raise InputError(
             f"{name}: a gated model: accept its terms on the hub, then log in with `hf auth login`"
@@ -81,25 +97,133 @@ def _from_hub(name: str) -> ModelSource:
         raise InputError(
             f"{name}: no such folder, and no hub is reached ({type(e).__name__}): give a local folder or a .gguf file"
         ) from e
+    if is_adapter(folder):
+        return _merged(name, folder, folder.name, above)
     _require_whole(folder, name)
     return ModelSource(name, folder, folder.name, None)
 
 
 def _require_whole(folder: Path, name: str) -> None:
+    weights = [f for f in folder.glob("*.safetensors") if f.name != WEIGHTS]
+    if not weights and (folder / WEIGHTS).is_file():
+        raise InputError(f"{name}: the weights of an adapter ({WEIGHTS}) without its {CONFIG}: fetch the folder again")
     if not (folder / "config.json").is_file():
         raise InputError(f"{name}: no config.json in that folder, so it is no Hugging Face model folder")
-    if not any(folder.glob("*.safetensors")):
+    if not weights:
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
         fix = "only pickled weights, which are never read: save them with `safe_serialization=True`" if pickled else (
             "no weights (*.safetensors) in that folder")  # fmt: skip
         raise InputError(f"{name}: {fix}")
 
 
+def _merged(name: str, adapter: Path, revision: str | None, above: tuple[Path, ...]) -> ModelSource:
+    """The adapter's base, found as any model, with the adapter merged into it."""
+    if adapter in above:
+        raise InputError(f"{name}: {CONFIG} names an adapter as base whose base is this one again: name a whole model")
+    found = read_adapter(adapter, name)
+    try:
+        base = _resolve(found.base, found.revision, (*above, adapter))
+    except InputError as e:
+        raise InputError(f"{name}: its base, base_model_name_or_path in {CONFIG}: {e}") from None
+    folder = merged_with_base(adapter, name, base.path)
+    note = f"{name}: a LoRA adapter, merged into its base {found.base} in the base's own type: {folder}"
+    return ModelSource(name, folder, revision, f"{note}; {base.note}" if base.note else note)
+
+
+def merged_with_base(adapter: Path, name: str, base: Path) -> Path:
+    """The folder with the base's weights and the adapter in them; made once per content of adapter and base.
+
+    Tokenizer, chat template and generation config are the adapter's own where it has them, else the base's. Raises
+    InputError where they cannot be merged, the disk is full, or the tokenizer has tokens beyond the embedding's rows.
+    """
+    parts = [CONFIG, WEIGHTS, *TOKENIZER_FILES, "generation_config.json", *_templates(adapter)]
+    content = {part: digest_file(adapter / part) for part in parts if (adapter / part).is_file()}
+    folder = ADAPTER_CACHE / _key(digest_json([content, digests(base), _generation(base)]))
+    with _alone(folder.parent):
+        if folder.is_dir():
+            return folder
+        needed = sum(f.stat().st_size for f in base.glob("*.safetensors"))
+        free = shutil.disk_usage(folder.parent).free
+        if free < needed * 1.05:
+            raise InputError(
+                f"{name}: merged into its base it takes about {needed / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB are "
+                f"free in {folder.parent}: make room there"
+            )
+        with new_folder(folder) as temp:
+            made = merge_adapter(adapter, name, base, temp)
+            _copy_text_files(adapter, base, temp)
+            if any((temp / file).is_file() for file in TOKENIZER_FILES):
+                highest = max(load_tokenizer(temp).get_vocab().values())
+                if highest >= made["rows"]:
+                    raise InputError(
+                        f"{name}: its tokenizer has ids up to {highest} and the embedding {made['rows']} rows: save "
+                        "the adapter with its resized embedding (`save_embedding_layers=True`)"
+                    )
+            write_json(temp / "source.json", {"adapter": name, "base": str(base), **made, "digests": content})
+    return folder
+
+
+def _copy_text_files(adapter: Path, base: Path, goal: Path) -> None:
+    """The tokenizer as a whole from the one side or the other; so the template, which may stand in the tokenizer's
+    config; so the generation config."""
+    own = any((adapter / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    for file in TOKENIZER_FILES:
+        if ((side := adapter if own else base) / file).is_file():
+            shutil.copyfile(side / file, goal / file)
+    inline = own and _inline_template(adapter)
+    side = adapter if _templates(adapter) or inline else base
+    for template in _templates(side):
+        (goal / template).parent.mkdir(exist_ok=True)
+        shutil.copyfile(side / template, goal / template)
+    if own and side == base and not _templates(base) and isinstance(text := _inline_template(base), str):
+        write_text(goal / "chat_template.jinja", text)
+    generation = next((f for s in (adapter, base) if (f := s / "generation_config.json").is_file()), None)
+    if generation:
+        shutil.copyfile(generation, goal / generation.name)
+
+
+def _templates(folder: Path) -> list[str]:
+    """The files of chat templates, relative to `folder`."""
+    found = [*folder.glob("chat_template.json"), *folder.glob("*.jinja"), *folder.glob("additional_chat_templates/*")]
+    return sorted(str(f.relative_to(folder)) for f in found)
+
+
+def _inline_template(folder: Path) -> Any:
+    config = folder / "tokenizer_config.json"
+    return read_json(config).get("chat_template") if config.is_file() else None
+
+
+def _generation(folder: Path) -> str | None:
+    file = folder / "generation_config.json"
+    return digest_file(file) if file.is_file() else None
+
+
+def _key(digest: str) -> str:
+    return digest.removeprefix("sha256:")[:24]
+
+
+@contextmanager
+def _alone(cache: Path) -> Iterator[None]:
+    """One process at a time makes a folder in `cache`: the ranks of a run all resolve the same names."""
+    cache.mkdir(parents=True, exist_ok=True)
+    fd = os.open(cache, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
 def dequantized(gguf: Path) -> Path:
     """The folder with the float32 weights, tokenizer and template of a GGUF file; made once per file content."""
-    folder = GGUF_CACHE / digest_file(gguf).removeprefix("sha256:")[:24]
-    if folder.is_dir():
-        return folder
+    folder = GGUF_CACHE / _key(digest_file(gguf))
+    with _alone(folder.parent):
+        if not folder.is_dir():
+            _dequantize(gguf, folder)
+    return folder
+
+
+def _dequantize(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     quiet_off_terminal()
@@ -118,7 +242,6 @@ def dequantized(gguf: Path) -> Path:
         model.save_pretrained(temp)
         tokenizer.save_pretrained(temp)
         write_json(temp / "source.json", {"gguf": gguf.name, "digest": digest_file(gguf)})
-    return folder
 
 
 def quiet_off_terminal() -> None:
