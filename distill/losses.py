@@ -139,7 +139,7 @@ def cross_entropy(o: Outcomes) -> torch.Tensor:
     return -o.answer_N
 
 
-def top1(o: Outcomes) -> torch.Tensor:
+def top1_ce(o: Outcomes) -> torch.Tensor:
     """−log q(argmax p): with greedy serving a draft is accepted where it is the target's most likely token."""
     return -o.top_N
 
@@ -158,7 +158,7 @@ LOSSES: dict[str, Loss] = {
     "lk_hybrid": lk_hybrid,
     "neg_log_alpha": neg_log_alpha,
     "cross_entropy": cross_entropy,
-    "top1": top1,
+    "top1_ce": top1_ce,
 }
 # A sum over q: outside the head, where q may be large and p is small, neither a bucket nor draws from p can tell it.
 NEED_ALL = frozenset({"reverse_kl", "jsd"})

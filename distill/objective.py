@@ -62,7 +62,7 @@ def auto(temperature: float, draft_sampling: DraftSampling) -> tuple[dict[str, W
     2602.23881), whose gradient is TV's once drafter and target overlap.
     """
     if temperature == 0:
-        return {"forward_kl": 0.5, "top1": 0.5}, (
+        return {"forward_kl": 0.5, "top1_ce": 0.5}, (
             "served greedily, a draft is accepted where it is the target's most likely token: half forward KL, half "
             "cross-entropy on that token"
         )

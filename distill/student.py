@@ -13,14 +13,16 @@ import torch
 from distill.batches import Batch
 from pairing.errors import InputError
 
-Trainable = Literal["all", "layers"]
+Trainable = Literal["all", "layers", "lora", "qlora"]
 
 
 def freeze(model: Any, trainable: Trainable) -> list[tuple[str, torch.nn.Parameter]]:
     """Sets what learns and returns it by name. "layers" leaves the embedding and the head as they are: half of the
-    drafter's weights and, through the head, a third of the work of a step.
+    drafter's weights and, through the head, a third of the work of a step. With "lora" and "qlora" it is the adapters that
+    `distill.adapters.attach` has put on the model.
     """
-    model.requires_grad_(True)
+    if trainable in ("all", "layers"):
+        model.requires_grad_(True)
     if trainable == "layers":
         model.get_input_embeddings().requires_grad_(False)
         model.get_output_embeddings().requires_grad_(False)

@@ -31,6 +31,7 @@ from pydantic import Field, model_validator
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
+from distill.adapters import attach, check_reload, drift, load_in_4bit, merged
 from distill.answers import Answers, open_answers, require_target
 from distill.batches import Rows, check_rows
 from distill.checkpoint import Which, load_weights
@@ -38,12 +39,13 @@ from distill.evaluate import compare, score_prompts, verdict
 from distill.guards import supervised_or_stop, tracker
 from distill.objective import Weight, auto
 from distill.signals import Target, online
-from distill.student import freeze
+from distill.student import Trainable, freeze
 from distill.train import Send, Settings, fit, steps_of
 from pairing.card import write_card
 from pairing.errors import InputError
 from pairing.files import append_jsonl, digest_json, new_folder, read_json, write_json
 from pairing.pair import describe_model, read_pair, update_pair
+from pairing.rows import settle_padding
 from pairing.source import load_model, load_tokenizer, resolve
 from recipes.config import Strict, guarded, parse
 from recipes.run_folder import open_run
@@ -82,11 +84,22 @@ class LossWeights(Strict):
     """−log Σ min(p, q) (LK losses, 2026)"""
     cross_entropy: Points | None = None
     """−log q of the answer's tokens"""
-    top1: Points | None = None
+    top1_ce: Points | None = None
     """−log q of the target's most likely token"""
 
     def given(self) -> dict[str, Weight]:
         return {name: weight for name, weight in self if weight is not None}
+
+
+class LoraConfig(Strict):
+    rank: int = Field(default=16, ge=1)
+    """of the two factors whose product is added to a weight"""
+    alpha: float = Field(default=32.0, gt=0)
+    """the product is scaled by alpha / rank"""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """of a layer's inputs on their way through the factors"""
+    vocabulary: bool = False
+    """adapts the embedding and the head too"""
 
 
 class DistillConfig(Strict):
@@ -128,8 +141,10 @@ class DistillConfig(Strict):
     """AdamW's memory of squared gradients; short runs want it short"""
     clip: float = Field(default=1.0, gt=0)
     """largest norm of the gradient"""
-    trainable: Literal["all", "layers"] = "layers"
-    """layers: the embedding and the head stay the target's own; all: they learn too"""
+    trainable: Trainable = "layers"
+    """layers: the embedding and the head stay the target's own; all: they learn too; lora: adapters on the layers; qlora:
+    the same on a 4-bit copy (bitsandbytes); adapters are merged into the draft's own weights at the end"""
+    lora: LoraConfig = LoraConfig()
     objective: Literal["auto", "losses"] | None = None
     """auto chooses the losses from how the pair is served, and says why; null: losses where any is given, else auto"""
     losses: LossWeights = LossWeights()
@@ -217,14 +232,14 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         notes.print(f"{config.out} is finished already", markup=False)
         return _result(config, read_json(config.out / "evaluation.json"))
     send, close = _tracker(config, accelerator, notes)
-    model, target = load_model(config.draft), _target(config, settings, accelerator)
+    model, target = _student(config), _target(config, settings, accelerator)
     reference = load_model(config.reference).to(accelerator.device).eval() if config.reference is not None else None
     summary = fit(accelerator, model, rows, heldout, settings, config.out, target, reference, _digests(config), send)
     close()
     del model, target, reference
-    before, model = (load_model(config.draft).to(accelerator.device) for _ in range(2))
-    taken = load_weights(config.out / "checkpoints", _WHICH[config.take], freeze(model, config.trainable))
-    summary |= {"losses": dict(settings.losses), "objective": why, "signal": config.signal, "taken_step": taken["step"]}
+    model, taken = _trained(config, accelerator, heldout)
+    before = load_model(config.draft).to(accelerator.device)
+    summary |= {"losses": dict(settings.losses), "objective": why, "signal": config.signal} | taken
     sets, lines = {}, []
     for name, held in heldout.items():
         sizes = {"batch_size": config.batch_size, "chunk": config.chunk}
@@ -240,6 +255,28 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         write_json(config.out / "evaluation.json", evaluation)
         _write_drafter(config, model, evaluation)
     return _result(config, evaluation)
+
+
+def _student(config: DistillConfig) -> Any:
+    """The draft as it is trained: itself, or with adapters on it, or on its 4-bit copy."""
+    if config.trainable in ("all", "layers"):
+        return load_model(config.draft)
+    model = load_in_4bit(config.draft) if config.trainable == "qlora" else load_model(config.draft)
+    attach(model, **config.lora.model_dump())
+    return model
+
+
+def _trained(config: DistillConfig, accelerator: Accelerator, heldout: dict[str, Rows]) -> tuple[Any, dict[str, Any]]:
+    """The trained drafter as a plain model, from its checkpoint, and what is to be said of it: the step, a merge's drift."""
+    model = _student(config)
+    params = freeze(model, config.trainable)
+    said = {"taken_step": load_weights(config.out / "checkpoints", _WHICH[config.take], params)["step"]}
+    model.to(accelerator.device)
+    if config.trainable in ("all", "layers"):
+        return model, said
+    plain = merged(model, config.draft).float().to(accelerator.device)  # never into 4-bit weights (fault D17)
+    texts = [rows.data[i]["input_ids"] for rows in heldout.values() for i in range(min(8, len(rows)))]
+    return plain, said | ({"merge_drift": drift(model, plain, texts)} if texts else {})
 
 
 def _tracker(config: DistillConfig, accelerator: Accelerator, notes: Console) -> tuple[Send, Callable[[], None]]:
@@ -387,7 +424,7 @@ def _plan(
     config: DistillConfig, settings: Settings, rows: Rows, heldout: dict[str, Rows], accelerator: Accelerator
 ) -> dict[str, Any]:
     """Sizes, and a rough time from a matrix product's speed on this machine."""
-    model = load_model(config.draft)
+    model = _student(config)
     params = sum(p.numel() for _, p in freeze(model, config.trainable))
     head = model.get_output_embeddings().weight
     body = sum(p.numel() for p in model.parameters()) - head.numel()
@@ -433,9 +470,12 @@ def _write_drafter(config: DistillConfig, model: Any, evaluation: dict[str, Any]
     broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
     assert not broken, broken  # the last checkpoint has looked
     dtype = getattr(torch, str(read_json(config.draft / "config.json").get("dtype") or "float32"))
+    head_VH = model.to(dtype).get_output_embeddings().weight
+    with torch.no_grad():  # training leaves padding rows as they were, whatever they were: none may ever be the argmax
+        head_VH.copy_(settle_padding(head_VH, set(load_tokenizer(config.draft).get_vocab().values())))
     step = {"step": "distill", "data": str(config.data), **evaluation["training"], "verdict": evaluation["verdict"]}
     with new_folder(config.out / "drafter") as temp:
-        model.to(dtype).save_pretrained(temp)
+        model.save_pretrained(temp)
         for source in config.draft.iterdir():
             if source.is_file() and not source.name.endswith((".safetensors", ".safetensors.index.json")):
                 shutil.copyfile(source, temp / source.name)
@@ -448,6 +488,7 @@ def _write_drafter(config: DistillConfig, model: Any, evaluation: dict[str, Any]
             training |= {f"top1 on {name}": result["after"]["top1"], f"tau K=4 on {name}": result["after"]["tau"]["4"]}
         update_pair(temp, made=[*pair["made"], step], training=training)
         write_card(temp, name="drafter")
+        check_reload(temp, model)
 
 
 def _result(config: DistillConfig, evaluation: dict[str, Any]) -> dict[str, Any]:

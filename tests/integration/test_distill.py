@@ -489,7 +489,7 @@ def test_bad_input_is_refused_in_one_line_before_anything_is_written(place: Path
         ({"out": tmp_path / "taken"}, "name another output folder"),
         ({"losses.jsd": 1}, "signal=online"),
         ({"losses.forward_kl": "[[0.5, 1], [0.2, 0]]"}, "must rise"),
-        ({"objective": "auto", "losses.top1": 1}, "objective=auto chooses"),
+        ({"objective": "auto", "losses.top1_ce": 1}, "objective=auto chooses"),
         ({"objective": "losses"}, "at least one"),
         ({"signal": "online"}, "needs the target"),
         ({"on_policy": 0.5}, "target must be online"),

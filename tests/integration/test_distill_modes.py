@@ -213,3 +213,27 @@ def test_auto_says_what_it_chose(place: Path, tmp_path: Path, capsys: pytest.Cap
     assert "served greedily" in capsys.readouterr().out
     assert main([*words, "serve_temperature=0.7", "draft_sample_method=probabilistic", "--json"]) == 0
     assert "lk_hybrid" in json.loads(capsys.readouterr().out)["objective"]
+
+
+@pytest.mark.parametrize("trainable", ["lora", "qlora"])
+def test_adapters_learn_and_are_merged(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], trainable: str
+) -> None:
+    """D16, D17: the written drafter is a plain one in the draft's own type, better than the draft, and loads as it was."""
+    out = tmp_path / "out"
+    words = [f"draft={place / 'draft'}", f"data={place / 'train'}", f"out={out}", f"heldout.own={place / 'held'}"]
+    words += [f"trainable={trainable}", "lora.rank=8", "lora.vocabulary=true", "epochs=12", "batch_size=4", "lr=3e-3"]
+    assert main([*words, "threads=1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["sets"]["own"]["change"]["top1"][0] > 0.05
+    drifted = result["training"]["merge_drift"]
+    assert drifted["positions"] > 100
+    assert (drifted["kl"] > 1e-4) == (trainable == "qlora")  # the 4-bit base was rounded, the merged one is not
+    trained, draft = (load_model(folder) for folder in (out / "drafter", place / "draft"))
+    assert trained.state_dict().keys() == draft.state_dict().keys()
+    with torch.no_grad():  # 13 padding rows of 272: none is ever the most likely one
+        logits = trained(torch.randint(0, tiny.REAL_TOKENS, (8, 64))).logits
+    assert int(logits.argmax(-1).max()) < tiny.REAL_TOKENS
+    head = trained.get_output_embeddings().weight
+    mean = head[: tiny.REAL_TOKENS].mean(0)
+    torch.testing.assert_close(head[tiny.REAL_TOKENS :], mean.expand(tiny.ROWS - tiny.REAL_TOKENS, -1))

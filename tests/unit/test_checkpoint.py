@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from distill.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from pairing.errors import InputError, PartFailedError
 from pairing.files import read_json
+from tests.conftest import ROOT
 
 Params = list[tuple[str, torch.nn.Parameter]]
 
@@ -165,21 +168,62 @@ def saves_for_ever(folder: Path, first: int) -> None:
         step += 1
 
 
-def test_killed_at_any_moment_of_a_save_the_newest_whole_one_loads(tmp_path: Path) -> None:
+FORKS = """
+import os, signal, sys
+from pathlib import Path
+from tests.unit.test_checkpoint import saves_for_ever
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for line in sys.stdin:
+    if not (pid := os.fork()):
+        saves_for_ever(Path(sys.argv[1]), int(line))
+    print(pid, flush=True)
+"""
+
+
+@pytest.fixture
+def start_saving(tmp_path: Path) -> Iterator[Callable[[int], int]]:
+    """Starts a process that saves from this step on and gives its pid. A process that has run no tensor operation is forked:
+    this one would hand on torch's locks without the threads that hold them.
+    """
+    words = [sys.executable, "-c", FORKS, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        stdin, stdout = parent.stdin, parent.stdout
+
+        def start(step: int) -> int:
+            stdin.write(f"{step}\n")
+            stdin.flush()
+            return int(stdout.readline())
+
+        yield start
+        stdin.close()
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_killed_at_any_moment_of_a_save_the_newest_whole_one_loads(
+    tmp_path: Path, start_saving: Callable[[int], int]
+) -> None:
     """Real processes, kill -9 at random moments; what is left is always whole, and goes forwards."""
     moments, torn, last = random.Random(0), 0, 0
     for _ in range(25):
-        child = multiprocessing.get_context("fork").Process(target=saves_for_ever, args=(tmp_path, last + 1))
-        child.start()
+        child = start_saving(last + 1)
         begun = time.monotonic()
         while not (tmp_path / f"step-{last + 1:06d}").exists():
-            assert child.is_alive()
+            assert alive(child)
             assert time.monotonic() - begun < 30
             time.sleep(0.001)
         time.sleep(moments.uniform(0, 0.03))
-        assert child.pid is not None
-        os.kill(child.pid, signal.SIGKILL)
-        child.join()
+        os.kill(child, signal.SIGKILL)
+        while alive(child):
+            time.sleep(0.001)
         torn += any(p.name.startswith(".") for p in tmp_path.iterdir())
         params, optimizer = made(0.0, (50, 300))
         state: dict[str, Any] | None = load_checkpoint(tmp_path, params, optimizer)

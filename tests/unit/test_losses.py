@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from distill.losses import LOSSES, NEED_ALL, Outcomes, cross_entropy, forward_kl, jsd, reverse_kl, top1
+from distill.losses import LOSSES, NEED_ALL, Outcomes, cross_entropy, forward_kl, jsd, reverse_kl, top1_ce
 
 P, Q = [0.7, 0.2, 0.1], [0.5, 0.3, 0.2]
 LN = math.log
@@ -56,7 +56,7 @@ def test_by_hand() -> None:
         "lk_hybrid": share * KL_PQ + (1 - share) * 0.2,
         "neg_log_alpha": -LN(0.8),
         "cross_entropy": -LN(0.2),
-        "top1": -LN(0.5),
+        "top1_ce": -LN(0.5),
     }
     assert list(expected) == list(LOSSES)
     for name, value in expected.items():
@@ -115,7 +115,7 @@ def test_equal_distributions_cost_nothing() -> None:
     torch.manual_seed(0)
     p = (2 * torch.randn(20, 50, dtype=torch.float64)).softmax(-1)
     for name, loss in LOSSES.items():
-        if name not in ("cross_entropy", "top1"):
+        if name not in ("cross_entropy", "top1_ce"):
             torch.testing.assert_close(loss(dense(p, p)), torch.zeros(20, dtype=torch.float64), msg=name)
 
 
@@ -128,7 +128,7 @@ def test_each_position_has_its_own_value_whatever_the_vocabulary() -> None:
         torch.testing.assert_close(loss(dense(p, q)), loss(dense(wide_p, wide_q)), msg=name)
 
 
-@pytest.mark.parametrize("name", [n for n in LOSSES if n not in ("cross_entropy", "top1")])
+@pytest.mark.parametrize("name", [n for n in LOSSES if n not in ("cross_entropy", "top1_ce")])
 def test_vanishing_probabilities_give_finite_values_and_gradients(name: str) -> None:
     for p, q in (([1.0, 0.0, 0.0], Q), (P, [1e-38, 1e-38, 1.0]), ([1.0, 0.0, 0.0], [1e-38, 1.0, 1e-38])):
         logp = torch.tensor([p]).log().clamp(min=-1e4)
@@ -174,4 +174,4 @@ def test_kl_of_draws_has_the_right_mean() -> None:
 def test_what_draws_and_buckets_cannot_tell_is_named() -> None:
     assert {name for name in LOSSES if LOSSES[name] in (reverse_kl, jsd)} == NEED_ALL
     assert LOSSES["cross_entropy"] is cross_entropy
-    assert LOSSES["top1"] is top1
+    assert LOSSES["top1_ce"] is top1_ce

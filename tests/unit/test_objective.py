@@ -14,7 +14,7 @@ def test_weights_run_between_their_points() -> None:
     assert weights_at(losses, 0.0) == {"forward_kl": 1, "lk_hybrid": 0, "cross_entropy": 0.1}
     assert weights_at(losses, 0.3) == pytest.approx({"forward_kl": 0.5, "lk_hybrid": 0.5, "cross_entropy": 0.1})
     assert weights_at(losses, 0.4) == weights_at(losses, 1.0) == {"forward_kl": 0, "lk_hybrid": 1, "cross_entropy": 0.1}
-    assert weights_at({"top1": [(0.5, 2.0)]}, 0.1) == weights_at({"top1": [(0.5, 2.0)]}, 0.9) == {"top1": 2}
+    assert weights_at({"top1_ce": [(0.5, 2.0)]}, 0.1) == weights_at({"top1_ce": [(0.5, 2.0)]}, 0.9) == {"top1_ce": 2}
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_weights_run_between_their_points() -> None:
         ({"forward_kl": []}, "weight of 0 or more"),
         ({"forward_kl": [(0.0, 1.0), (1.5, 0.0)]}, "progress 0 to 1"),
         ({"forward_kl": [(0.3, 1.0), (0.3, 0.0)]}, "must rise"),
-        ({"forward_kl": 0.0, "top1": [(0.0, 0.0)]}, "nothing would be learnt"),
+        ({"forward_kl": 0.0, "top1_ce": [(0.0, 0.0)]}, "nothing would be learnt"),
         ({"reverse_kl": 1.0}, "signal=online"),
         ({"jsd": [(0.0, 0.0), (1.0, 1.0)]}, "signal=online"),
     ],
@@ -48,5 +48,5 @@ def test_auto_looks_at_how_the_pair_is_served() -> None:
         assert f"{temperature:g}" in why or temperature == 0
     assert len(found) == 3
     assert auto(0.0, "greedy") == auto(0.0, "probabilistic")
-    assert "top1" in auto(0.0, "greedy")[0]
+    assert "top1_ce" in auto(0.0, "greedy")[0]
     assert "lk_hybrid" in auto(0.7, "probabilistic")[0]
