@@ -86,13 +86,14 @@ def load_in_4bit(folder: Path, compute_dtype: str = "float32", dtype: torch.dtyp
 
 
 def attach(
-    model: Any, rank: int, alpha: float, dropout: float = 0.0, vocabulary: bool = False
+    model: Any, rank: int, alpha: float, dropout: float = 0.0, vocabulary: bool = False, seed: int = 0
 ) -> list[tuple[str, torch.nn.Parameter]]:
     """Puts LoRA on every linear layer of the decoder, in place, freezes all else and returns what learns, by name.
 
     `vocabulary` adapts embedding and head too. `dropout` is that of the layers' inputs (embedding and head have
     none). The model stays what it was: its decoder, its head's `weight` and its forward pass have the adapters in
-    them. They begin as no change at all. Raises InputError for a rank under 1 and where the model has adapters already.
+    them. They begin as no change at all, and from `seed` alone, so that all ranks begin alike. Raises InputError for a
+    rank under 1 and where the model has adapters already.
     """
     if rank < 1:
         raise InputError(f"rank={rank}: LoRA needs a rank of at least 1")
@@ -109,16 +110,18 @@ def attach(
         if (isinstance(module, torch.nn.Linear | Conv1D) and module is not head) or (vocabulary and module is embedding)
     ]
     tied = head.weight is embedding.weight
-    with warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.manual_seed(seed)
         warnings.simplefilter("ignore")  # of tied embeddings, which are seen to here
         # the wrapper is not needed: it has put the layers into the model itself
         get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names))
+        own_b_Hr = torch.randn(head.weight.shape[1], rank)
     if vocabulary:
         adapted = model.get_input_embeddings()
         a_rV, b_Hr = adapted.lora_embedding_A[ADAPTER], adapted.lora_embedding_B[ADAPTER]
         if not tied:
-            a_rV = torch.nn.Parameter(torch.zeros(rank, len(head.weight), device=a_rV.device))
-            b_Hr = torch.nn.Parameter(torch.randn_like(b_Hr))
+            a_rV = torch.nn.Parameter(torch.zeros(rank, len(head.weight), device=head.weight.device))
+            b_Hr = torch.nn.Parameter(own_b_Hr.to(head.weight.device))
         parametrize.register_parametrization(head, "weight", LowRankHead(a_rV, b_Hr, alpha / rank))
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 

@@ -108,6 +108,21 @@ def test_a_tied_pair_learns_as_one() -> None:
     assert len({p.data_ptr() for _, p in params}) == len(params)
 
 
+def test_all_ranks_begin_alike() -> None:
+    """Ranks differ in their generators, and adapters begin at random: they come from the seed alone."""
+    found = []
+    for rank in (0, 1):
+        model = tiny.model(layers=1, tied=False)
+        torch.manual_seed(rank)
+        found.append(attach(model, rank=2, alpha=8, vocabulary=True, seed=5))
+        state = torch.get_rng_state()
+        torch.manual_seed(rank)
+        assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(p, q) for (_, p), (_, q) in zip(*found, strict=True))
+    other = attach(tiny.model(layers=1, tied=False), rank=2, alpha=8, vocabulary=True, seed=6)
+    assert sum(not torch.equal(p, q) for (_, p), (_, q) in zip(found[0], other, strict=True)) == 7 + 2
+
+
 def test_padding_rows_stay_as_they_were() -> None:
     """No id of a padding row is read or drafted, so its row gets no gradient and no delta."""
     model = tiny.model()
