@@ -215,14 +215,15 @@ def test_auto_says_what_it_chose(place: Path, tmp_path: Path, capsys: pytest.Cap
     assert "lk_hybrid" in json.loads(capsys.readouterr().out)["objective"]
 
 
-@pytest.mark.parametrize("trainable", ["lora", "qlora"])
+@pytest.mark.parametrize(("trainable", "vocabulary"), [("lora", "true"), ("qlora", "false")])
 def test_adapters_learn_and_are_merged(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], trainable: str
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], trainable: str, vocabulary: str
 ) -> None:
     """D16, D17: the written drafter is a plain one in the draft's own type, better than the draft, and loads as it was."""
     out = tmp_path / "out"
     words = [f"draft={place / 'draft'}", f"data={place / 'train'}", f"out={out}", f"heldout.own={place / 'held'}"]
-    words += [f"trainable={trainable}", "lora.rank=8", "lora.vocabulary=true", "epochs=12", "batch_size=4", "lr=3e-3"]
+    words += [f"trainable={trainable}", "lora.rank=8", f"lora.vocabulary={vocabulary}"]
+    words += ["epochs=12", "batch_size=4", "lr=3e-3"]
     assert main([*words, "threads=1", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["sets"]["own"]["change"]["top1"][0] > 0.05

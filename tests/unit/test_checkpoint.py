@@ -213,10 +213,10 @@ def test_killed_at_any_moment_of_a_save_the_newest_whole_one_loads(
 ) -> None:
     """Real processes, kill -9 at random moments; what is left is always whole, and goes forwards."""
     moments, torn, last = random.Random(0), 0, 0
-    for _ in range(25):
+    for _ in range(12):
         child = start_saving(last + 1)
         begun = time.monotonic()
-        while not (tmp_path / f"step-{last + 1:06d}").exists():
+        while not any(p.name > f"step-{last:06d}" for p in tmp_path.glob("step-*")):
             assert alive(child)
             assert time.monotonic() - begun < 30
             time.sleep(0.001)
