@@ -171,6 +171,7 @@ def saves_for_ever(folder: Path, first: int) -> None:
 FORKS = """
 import os, signal, sys
 from pathlib import Path
+import torch._dynamo  # what an optimizer's first step imports, seconds long
 from tests.unit.test_checkpoint import saves_for_ever
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 for line in sys.stdin:
