@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from distill.batches import Ints, micro_batches
+from pairing.errors import InputError
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 Kind = Literal["replicated", "fsdp2", "deepspeed"]
@@ -49,6 +50,21 @@ class Prepared:
     root: Any
     params: Named
     optimizer: Any
+
+
+def kind_of(accelerator: Any) -> Kind:
+    """How the weights lie, as accelerate was launched. Raises InputError for what our loop does not do."""
+    kinds: dict[str, Kind] = {
+        "NO": "replicated", "MULTI_CPU": "replicated", "MULTI_GPU": "replicated", "FSDP": "fsdp2", "DEEPSPEED": "deepspeed",
+    }  # fmt: skip
+    name = accelerator.distributed_type.value
+    version = getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", 2) if name == "FSDP" else 2
+    if name not in kinds or version != 2:
+        raise InputError(
+            f"accelerate is set to {name}{'' if version == 2 else f' version {version}'}: distill runs on one process, several "
+            "CPU processes, several GPUs, FSDP version 2 or DeepSpeed; see recipes/configs/accelerate/"
+        )
+    return kinds[name]
 
 
 def prepare(
