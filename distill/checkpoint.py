@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from distill.parallel import Named, gather_full, scatter_full
+from distill.parallel import Named, gather_full, scatter_full, whole_shape
 from pairing.errors import InputError, PartFailedError
 from pairing.files import new_folder, read_json, write_json
 
@@ -141,7 +141,7 @@ def _tensors(path: Path, what: str, params: Named | None) -> dict[str, torch.Ten
         raise PartFailedError(
             f"{path}: {what}.safetensors is damaged ({_reason(e)}): delete that folder to go on from the one before"
         ) from e
-    other = [name for name, p in params or [] if name not in tensors or tensors[name].shape != p.shape]
+    other = [name for name, p in params or [] if name not in tensors or tensors[name].shape != whole_shape(p)]
     if other or (params is not None and len(tensors) != len(params)):
         name = other[0] if other else next(n for n in tensors if n not in dict(params or []))
         raise InputError(f"{path}: that run trains other weights than this start ({name}): name another output folder")

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from distill.batches import Ints, micro_batches
+from pairing.errors import InputError
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 Kind = Literal["replicated", "fsdp2", "deepspeed"]
@@ -27,7 +28,8 @@ class Root(torch.nn.Module):
     """`function(model, …)` as a module's forward.
 
     FSDP and DeepSpeed gather weights around a module's forward. Our loss multiplies hidden states by the head's matrix
-    outside the model's own forward, where no hook would gather it; inside this forward everything is whole.
+    outside the model's own forward, where no hook would gather it; inside this forward everything is whole. Under ZeRO-3
+    only as long as it is in use, so `function` must look the head's weight up after it has the hidden states.
     """
 
     def __init__(self, model: torch.nn.Module, function: Callable[..., Any]) -> None:
@@ -48,6 +50,21 @@ class Prepared:
     root: Any
     params: Named
     optimizer: Any
+
+
+def kind_of(accelerator: Any) -> Kind:
+    """How the weights lie, as accelerate was launched. Raises InputError for what our loop does not do."""
+    kinds: dict[str, Kind] = {
+        "NO": "replicated", "MULTI_CPU": "replicated", "MULTI_GPU": "replicated", "FSDP": "fsdp2", "DEEPSPEED": "deepspeed",
+    }  # fmt: skip
+    name = accelerator.distributed_type.value
+    version = getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", 2) if name == "FSDP" else 2
+    if name not in kinds or version != 2:
+        raise InputError(
+            f"accelerate is set to {name}{'' if version == 2 else f' version {version}'}: distill runs on one process, several "
+            "CPU processes, several GPUs, FSDP version 2 or DeepSpeed; see recipes/configs/accelerate/"
+        )
+    return kinds[name]
 
 
 def prepare(
@@ -202,8 +219,13 @@ def scatter_full(
 ) -> None:
     """The way back: every rank has the whole tensors and takes its part. `optimizer` None: the weights alone."""
     if _is_deepspeed(optimizer):
+        import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
+        with deepspeed.zero.GatheredParameters([p for _, p in params], modifier_rank=0), torch.no_grad():
+            for name, p in params:  # what the next forward sees; below, the optimizer's own copy of it
+                p.copy_(weights[name])
+        _make_states(optimizer)
         for name, p in params:
             safe_set_full_fp32_param(p, weights[name])
             for key in STATE:
@@ -223,6 +245,22 @@ def scatter_full(
         # AdamW keeps its step counts in float32 on the parameter's device when fused, on the CPU otherwise
         alone = not tensor.ndim and not optimizer.defaults.get("fused")
         optimizer.state[p][kind] = tensor if alone else _like(tensor, p) if tensor.ndim else tensor.to(p.device)
+
+
+def whole_shape(p: torch.Tensor) -> torch.Size:
+    """p's shape as the model means it; ZeRO-3 leaves an empty tensor in its place and keeps the shape beside it."""
+    return torch.Size(getattr(p, "ds_shape", p.shape))
+
+
+def _make_states(optimizer: Any) -> None:
+    """AdamW's state in DeepSpeed's flat partitions, which it makes at the first step only: a restore comes before that."""
+    flats = getattr(optimizer, "single_partition_of_fp32_groups", None) or optimizer.fp32_partitioned_groups_flat
+    for flat in flats:
+        if not optimizer.optimizer.state.get(flat):
+            zeros = {key: torch.zeros_like(flat.data) for key in STATE}
+            optimizer.optimizer.state[flat] = {"step": torch.zeros(()), **zeros}
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):  # stage 2 looks its parts up in a table
+        optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _is_deepspeed(optimizer: Any) -> bool:

@@ -1,12 +1,13 @@
 """Run by torchrun in test_parallel, on any number of ranks: a few updates on each kind of weights, with checkpoints.
 
-torchrun --nproc_per_node 2 tests/integration/sharded_ranks.py ANSWERS OUT KIND [KIND …]
+torchrun --nproc_per_node 2 tests/integration/sharded_ranks.py ANSWERS OUT HOW [HOW …]
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,31 @@ from distill.answers import open_answers
 from distill.batches import Batch, Rows, check_rows, collate
 from distill.checkpoint import load_checkpoint, save_checkpoint
 from distill.head import Head, head_loss
-from distill.parallel import Kind, Named, Prepared, backward, passes, prepare, sum_gradients, update, whole
+from distill.parallel import (
+    Kind,
+    Named,
+    Prepared,
+    backward,
+    deepspeed_config,
+    equal_graphs,
+    passes,
+    prepare,
+    sum_gradients,
+    update,
+    whole,
+)
 from distill.student import Trainable, freeze, supervised_hidden
 from tests import tiny
 
 # the third leaves a rank of two with one row only, and so without a shared prefix; the fourth leaves it with none
 WINDOWS = [[0, 1, 2, 3, 4, 5, 6, 7], [5, 2, 7, 0], [1, 3, 5], [4], [6, 0, 3, 1, 2, 7, 4, 5]]
 BATCH = 2
+HOW: dict[str, tuple[Kind, dict[str, Any]]] = {
+    "replicated": ("replicated", {}),
+    "fsdp2": ("fsdp2", {}),
+    "zero2": ("deepspeed", deepspeed_config(2, BATCH, 0.1)),
+    "zero3": ("deepspeed", deepspeed_config(3, BATCH, 0.1)),
+}
 LOSSES = {"forward_kl": 1.0, "cross_entropy": 0.1}
 
 
@@ -33,18 +52,18 @@ def rows_of(answers: Path) -> Rows:
     return check_rows(open_answers(answers), "data", rows=tiny.ROWS, real=tiny.REAL_TOKENS, context=512)
 
 
-def ready(kind: Kind, trainable: Trainable, tied: bool) -> Prepared:
+def ready(how: str, trainable: Trainable, tied: bool) -> Prepared:
     def loss_of(model: Any, batch: Batch, tokens: int) -> torch.Tensor:
-        weight = model.get_output_embeddings().weight
         hidden = supervised_hidden(model, batch)
+        weight = model.get_output_embeddings().weight
         return head_loss(hidden, weight, batch.signal, LOSSES, Head(tiny.REAL_TOKENS, 32))[0] / tokens
 
     def optimizer_of(params: Named) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for _, p in params], lr=1.0, fused=True)
 
-    model = tiny.model(tied=tied)
+    model, (kind, config) = tiny.model(tied=tied), HOW[how]
     freeze(model, trainable)
-    return prepare(kind, model, loss_of, optimizer_of)
+    return prepare(kind, model, loss_of, optimizer_of, config)
 
 
 def updates(accelerator: Accelerator, prepared: Prepared, rows: Rows, windows: list[list[int]]) -> list[list[float]]:
@@ -56,7 +75,9 @@ def updates(accelerator: Accelerator, prepared: Prepared, rows: Rows, windows: l
         total = torch.zeros(())
         todo = passes(prepared.kind, window, BATCH, rank, ranks)
         for i, (part, weight) in enumerate(todo):
-            loss = prepared.root(collate(rows, part), tokens) * weight
+            batch = collate(rows, part)
+            batch = replace(batch, shared=0) if equal_graphs(prepared.kind) else batch
+            loss = prepared.root(batch, tokens) * weight
             backward(prepared, loss, i == len(todo) - 1, ranks)
             total += loss.detach()
         sum_gradients(prepared, accelerator)
@@ -65,11 +86,11 @@ def updates(accelerator: Accelerator, prepared: Prepared, rows: Rows, windows: l
     return log
 
 
-def main(accelerator: Accelerator, answers: Path, out: Path, kind: Kind, trainable: Trainable, tied: bool) -> None:
+def main(accelerator: Accelerator, answers: Path, out: Path, how: str, trainable: Trainable, tied: bool) -> None:
     """Updates on WINDOWS, a checkpoint after the third; then the last two again from the checkpoint of one process."""
     rows, first = rows_of(answers), accelerator.is_main_process
-    here = out / f"{kind}-{trainable}-{tied}-{accelerator.num_processes}"
-    prepared = ready(kind, trainable, tied)
+    here = out / f"{how}-{trainable}-{tied}-{accelerator.num_processes}"
+    prepared = ready(how, trainable, tied)
     log = updates(accelerator, prepared, rows, WINDOWS[:3])
     save_checkpoint(here, {"step": 3}, prepared.params, prepared.optimizer, keep=3, main=first)
     log += updates(accelerator, prepared, rows, WINDOWS[3:])
@@ -80,7 +101,7 @@ def main(accelerator: Accelerator, answers: Path, out: Path, kind: Kind, trainab
         save_file({"log": torch.tensor(log), "hidden": hidden}, here / "log.safetensors")
     one = out / f"replicated-{trainable}-{tied}-1"
     if one.is_dir() and accelerator.num_processes > 1:
-        again = ready(kind, trainable, tied)
+        again = ready(how, trainable, tied)
         assert load_checkpoint(one, again.params, again.optimizer) == {"step": 3}
         updates(accelerator, again, rows, WINDOWS[3:])
         save_checkpoint(here, {"step": 6}, again.params, again.optimizer, keep=3, main=first)

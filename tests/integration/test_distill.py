@@ -17,7 +17,6 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 
 import distill.train
@@ -212,14 +211,6 @@ def test_a_loss_that_is_not_finite_stops_with_the_reason_and_keeps_the_checkpoin
 
 
 # ---------------------------------------------------------------- the recipe in processes
-
-
-@pytest.mark.parametrize(
-    "file", sorted((ROOT / "recipes" / "configs" / "accelerate").glob("*.yaml")), ids=lambda f: f.stem
-)
-def test_shipped_accelerate_configs_are_read_by_accelerate(file: Path) -> None:
-    config = load_config_from_file(str(file))
-    assert config.num_processes == (1 if file.stem == "one_process" else 2)
 
 
 def environment() -> dict[str, str]:
