@@ -20,21 +20,31 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from distill.answers import open_answers
+from distill.answers import begin, complete, open_answers, write_shard
 from distill.batches import Batch, Rows, check_rows, collate, windows
-from distill.evaluate import score_prompts
+from distill.evaluate import replay_prompts, score_prompts
+from distill.in_transformers import open_transformers
+from distill.prompts import prompt
+from distill.requests import Request, Sampling
+from distill.signals import online
 from distill.train import Settings, fit
-from pairing.acceptance import acceptance_length_of, replay
+from pairing.acceptance import Replay, acceptance_length_of
 from pairing.bootstrap import interval
 from pairing.errors import InputError
-from pairing.files import append_jsonl, read_json, read_jsonl
+from pairing.files import append_jsonl, new_folder, read_json, read_jsonl, write_json
+from pairing.init import init_drafter
+from pairing.pair import describe_model
 from pairing.progress import bar
+from pairing.source import resolve
 from pairing.vllm_plugin import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 CHUNK = 256
 K = 4  # num_speculative_tokens for which τ is given
 WARMUP, BETA2, CLIP = 0.04, 0.98, 1.0  # of every contender's optimizer and schedule
+WIDE = {"rows": 151_936, "hidden": 576, "layers": 2, "prompts": 96, "prompt_tokens": 32, "answer_tokens": 32}
+TINY = {"rows": 512, "hidden": 64, "layers": 3, "prompts": 64, "prompt_tokens": 24, "answer_tokens": 16}
+TINY_WIDE = TINY | {"rows": 8192}
 Row = dict[str, Any]
 Statistic = Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 
@@ -65,17 +75,23 @@ def train(
     seed: int,
     trainable: Any,
     target: Any = None,
+    top_logprobs: int | None = None,
     accelerator: Accelerator | None = None,
 ) -> list[Row]:
-    """Trains `model` in place and returns the loop's own line for each step. `target`: the model, for the online signal."""
+    """Trains `model` in place and returns the loop's own line for each step.
+
+    `target`: the model, for the online signal; without it the record's first `top_logprobs` tokens a position are used.
+    """
+    accelerator = accelerator or Accelerator()
     settings = Settings(
         seed=seed, batch_size=batch_size, accumulation=1, lr=lr, warmup=WARMUP, weight_decay=0.0, beta2=BETA2, clip=CLIP,
         trainable=trainable, losses=losses, chunk=CHUNK, epochs=None, max_steps=steps, minutes=None,
-        eval_every=steps + 1, eval_prompts=1, checkpoint_every=steps + 1, keep=1,
+        eval_every=steps + 1, eval_prompts=1, checkpoint_every=steps + 1, keep=1, top_logprobs=top_logprobs,
     )  # fmt: skip
-    online = {} if target is None else {"target": target}
+    device = accelerator.device
+    signal = None if target is None else online(target, "the target", device, device)
     with tempfile.TemporaryDirectory() as out:
-        fit(accelerator or Accelerator(), model, rows, {}, settings, Path(out), **online)
+        fit(accelerator, model, rows, {}, settings, Path(out), target=signal)
         return [row for row in read_jsonl(Path(out) / "metrics.jsonl") if row["kind"] == "train"]
 
 
@@ -106,11 +122,62 @@ def scored(model: Any, rows: Rows, accelerator: Accelerator | None = None) -> li
     return [vars(s) for s in found]
 
 
+# ---- pairs that need no download ----
+
+
+def random_pair(
+    folder: Path, *, rows: int, hidden: int, layers: int, prompts: int, prompt_tokens: int, answer_tokens: int
+) -> Row:
+    """A random Llama of these sizes, a drafter of its first and last layer, and its own answers to random prompts; made once."""
+    paths = {name: folder / name for name in ("target", "draft", "train", "heldout")}
+    if not (folder / "whole").exists():
+        with new_folder(folder) as temp:
+            _make_pair(temp, rows, hidden, layers, prompts, prompt_tokens, answer_tokens)
+            write_json(temp / "whole", {"rows": rows, "hidden": hidden, "layers": layers})
+    return {name: str(path) for name, path in paths.items()}
+
+
+def _make_pair(
+    folder: Path, rows: int, hidden: int, layers: int, prompts: int, prompt_tokens: int, answer_tokens: int
+) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=rows, hidden_size=hidden, intermediate_size=hidden * 8 // 3 // 64 * 64, num_hidden_layers=layers,
+        num_attention_heads=hidden // 64 or 1, num_key_value_heads=1, head_dim=64, max_position_embeddings=512,
+        tie_word_embeddings=True, initializer_range=0.1, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "target")
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(rows)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", bos_token="t1", eos_token="t2")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' t2 ' }}{% endfor %}"
+    tokenizer.save_pretrained(folder / "target")
+    source = resolve(str(folder / "target"))
+    init_drafter(source, folder / "draft", sorted({0, layers - 1}))
+    answer, generator = open_transformers(source, max_num_seqs=32), torch.Generator().manual_seed(0)
+    for name, count in (("train", prompts), ("heldout", max(8, prompts // 6))):
+        requests = []
+        for i in range(count):
+            ids = torch.randint(3, rows, (prompt_tokens,), generator=generator).tolist()
+            requests.append(Request(prompt([{"role": "user", "content": f"{name} {i}"}]), ids))
+        meta = {"target": describe_model(source), "rows": rows, "top_logprobs": 32}
+        begin(folder / name, meta)
+        write_shard(folder / name, list(answer(requests, Sampling(answer_tokens, 1.0, 32, 0))))
+        complete(folder / name, {})
+
+
 # ---- figures over prompts, with intervals ----
 
 
 def tau(scores: Sequence[Row]) -> float:
-    return replay([s["accepted"] for s in scores], K).acceptance_length
+    return _replay(scores).acceptance_length
+
+
+def _replay(scores: Sequence[Row]) -> Replay:
+    return replay_prompts([s["accepted"] for s in scores], K)
 
 
 def means(scores: Sequence[Row]) -> dict[str, float]:
@@ -134,7 +201,7 @@ def difference(figure: str, arm: Sequence[Sequence[Row]], other: Sequence[Sequen
 
 def _statistic(figure: str, seeds: Sequence[Sequence[Row]]) -> Statistic:
     if figure == "tau":
-        replays = [replay([s["accepted"] for s in scores], K) for scores in seeds]
+        replays = [_replay(scores) for scores in seeds]
         return lambda w: np.mean([acceptance_length_of(r, w) for r in replays], axis=0)
     sums_P = np.mean([[s[figure] for s in scores] for scores in seeds], axis=0)
     tokens_P = np.array([s["tokens"] for s in seeds[0]], dtype=np.float64)

@@ -30,16 +30,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from distill.answers import begin, complete, write_shard
 from distill.batches import Batch, Rows
-from distill.in_transformers import open_transformers
-from distill.prompts import prompt
-from distill.requests import Request, Sampling
 from distill.student import freeze
 from pairing.errors import InputError
-from pairing.files import new_folder, write_json
-from pairing.init import init_drafter
-from pairing.pair import describe_model
+from pairing.files import write_json
 from pairing.source import load_model, load_tokenizer, resolve
 from scripts import bench_common as common
 from scripts.bench_common import Row, spec, table
@@ -49,9 +43,6 @@ RIVALS = ("plain", "trl")
 GIB = 1024**3
 INSTALL_TRL = "pip install -e '.[bench]', or name an interpreter that has it with --trl-python"
 HAS_TRL = "import importlib.util, sys; sys.exit(importlib.util.find_spec('trl') is None)"
-WIDE = {"rows": 151_936, "hidden": 576, "layers": 2, "prompts": 96, "prompt_tokens": 32, "answer_tokens": 32}
-TINY = {"rows": 512, "hidden": 64, "layers": 3, "prompts": 64, "prompt_tokens": 24, "answer_tokens": 16}
-TINY_WIDE = TINY | {"rows": 8192}
 
 
 # ---- the parent ----
@@ -95,16 +86,21 @@ def run(args: Any) -> list[Row]:
                          "ours-online,ours-cached,plain")  # fmt: skip
     cases = []
     if args.smoke:
+        args.steps, args.alpha_steps, args.wide_steps, args.repeats = 3, 6, 3, 1
         folder = args.wide_folder.parent / "smoke"
-        cases += [("tiny", random_pair(folder / "tiny", **TINY), args.steps, args.alpha_steps)]
-        cases += [("tiny wide", random_pair(folder / "wide", **TINY_WIDE), args.wide_steps, args.wide_steps)]
+        cases += [("tiny", common.random_pair(folder / "tiny", **common.TINY), args.steps, args.alpha_steps)]
+        cases += [
+            ("tiny wide", common.random_pair(folder / "wide", **common.TINY_WIDE), args.wide_steps, args.wide_steps)
+        ]
     else:
         common.require(args, "draft", "train", "heldout")
         target = str(resolve(args.target).path)
         pair = {"target": target, "draft": str(args.draft), "train": str(args.train), "heldout": str(args.heldout)}
         cases += [(args.case, pair, args.steps, args.alpha_steps)]
         if args.wide_steps:
-            cases += [("151,936 rows", random_pair(args.wide_folder, **WIDE), args.wide_steps, args.wide_steps)]
+            cases += [
+                ("151,936 rows", common.random_pair(args.wide_folder, **common.WIDE), args.wide_steps, args.wide_steps)
+            ]
     same = {"batch_size": args.batch_size, "lr": args.lr, "trainable": args.trainable}
     specs = []
     for case, pair, steps, _ in cases:
@@ -120,50 +116,6 @@ def run(args: Any) -> list[Row]:
         "scripts.bench_distill", specs, args.out, threads=args.threads or common.cores(),
         python=lambda s: python.get(s["contender"], sys.executable),
     )  # fmt: skip
-
-
-def random_pair(
-    folder: Path, *, rows: int, hidden: int, layers: int, prompts: int, prompt_tokens: int, answer_tokens: int
-) -> Row:
-    """A random Llama of these sizes, a drafter of its first and last layer, and its own answers to random prompts; made once."""
-    paths = {name: folder / name for name in ("target", "draft", "train", "heldout")}
-    if not (folder / "whole").exists():
-        with new_folder(folder) as temp:
-            _make_pair(temp, rows, hidden, layers, prompts, prompt_tokens, answer_tokens)
-            write_json(temp / "whole", {"rows": rows, "hidden": hidden, "layers": layers})
-    return {name: str(path) for name, path in paths.items()}
-
-
-def _make_pair(
-    folder: Path, rows: int, hidden: int, layers: int, prompts: int, prompt_tokens: int, answer_tokens: int
-) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=rows, hidden_size=hidden, intermediate_size=hidden * 8 // 3 // 64 * 64, num_hidden_layers=layers,
-        num_attention_heads=hidden // 64 or 1, num_key_value_heads=1, head_dim=64, max_position_embeddings=512,
-        tie_word_embeddings=True, initializer_range=0.1, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "target")
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(rows)}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", bos_token="t1", eos_token="t2")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' t2 ' }}{% endfor %}"
-    tokenizer.save_pretrained(folder / "target")
-    source = resolve(str(folder / "target"))
-    init_drafter(source, folder / "draft", sorted({0, layers - 1}))
-    answer, generator = open_transformers(source, max_num_seqs=32), torch.Generator().manual_seed(0)
-    for name, count in (("train", prompts), ("heldout", max(8, prompts // 6))):
-        requests = []
-        for i in range(count):
-            ids = torch.randint(3, rows, (prompt_tokens,), generator=generator).tolist()
-            requests.append(Request(prompt([{"role": "user", "content": f"{name} {i}"}]), ids))
-        meta = {"target": describe_model(source), "rows": rows, "top_logprobs": 32}
-        begin(folder / name, meta)
-        write_shard(folder / name, list(answer(requests, Sampling(answer_tokens, 1.0, 32, 0))))
-        complete(folder / name, {})
 
 
 # ---- a child: one contender, once ----
