@@ -111,6 +111,10 @@ def sequences(batch: Batch) -> list[tuple[list[int], int]]:
     for b in range(len(batch.input_BL)):
         at = batch.row_N == b
         columns, answer = batch.column_N[at], batch.signal.answer_N[at]
+        if int(columns[-1] - columns[0]) + 1 != len(columns):
+            raise InputError(
+                f"prompt {batch.ids[b]} has several answers: take answers to prompts of one turn, as TRL knows one"
+            )
         ids = [*batch.input_BL[b, : int(columns[-1]) + 1].tolist(), int(answer[-1])]
         result.append((ids, int(columns[0]) + 1))
     return result
