@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 
 from distill.batches import Batch, Rows
 from distill.student import freeze
@@ -133,10 +134,13 @@ def child(task: Row) -> Row:
     models = sum(p.nbytes for m in (draft, target) if m is not None for p in m.parameters())
     if task["contender"] == "trl":
         import trl.experimental.gkd  # noqa: F401  its libraries are not what training needs
+    for weights in (p for m in (draft, target) if m is not None for p in m.parameters()):
+        weights.sum()  # weights are mapped from their file and not resident before they are read
     before = memory_now()
     forget_peak()
+    cpu = time.process_time()
     ends = TRAIN[task["contender"]](task, draft, target, rows, steps, params)
-    peak = memory_peak()
+    cpu, peak = time.process_time() - cpu, memory_peak()
     lengths = [[len(ids) for ids, _ in common.sequences(b)] for b in steps]
     tokens = [sum(row) for row in lengths]
     supervised = [len(b.row_N) for b in steps]
@@ -146,6 +150,7 @@ def child(task: Row) -> Row:
         "supervised_tokens": sum(supervised),
         "timed_steps": len(steps) - 1,
         "seconds": seconds,
+        "cpu_seconds": cpu,  # of all steps and threads: what to look at where the machine was not left alone
         "tokens_per_s": sum(tokens[1:]) / seconds,
         "supervised_per_s": sum(supervised[1:]) / seconds,
         "trained_parameters": sum(p.numel() for p in params),
@@ -157,7 +162,9 @@ def child(task: Row) -> Row:
     }
     if task["repeat"] == 0:
         del target
-        result["scores"] = common.scored(draft, common.load_rows(Path(task["heldout"]), draft, "held-out"))
+        result["scores"] = common.scored(
+            draft, common.load_rows(Path(task["heldout"]), draft, "held-out"), Accelerator(cpu=True)
+        )
     return result
 
 
@@ -167,7 +174,7 @@ Ends = list[float]  # seconds at the end of each step, from any start
 def ours(task: Row, draft: Any, target: Any, rows: Rows, steps: Sequence[Batch], params: Sequence[Any]) -> Ends:
     done = common.train(
         draft, rows, losses={"forward_kl": 1.0}, steps=len(steps), batch_size=task["batch_size"], lr=task["lr"], seed=0,
-        trainable=task["trainable"], target=target,
+        trainable=task["trainable"], target=target, accelerator=Accelerator(cpu=True),
     )  # fmt: skip
     return [row["seconds"] for row in done]
 
