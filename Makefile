@@ -1,5 +1,5 @@
-# setup | demo | test | test-fast | lint. Each target makes .venv first where it is missing or out of date.
-.PHONY: setup demo test test-fast lint
+# setup | demo | test | test-fast | lint | bench. Each target makes .venv first where it is missing or out of date.
+.PHONY: setup demo test test-fast lint bench
 PY := .venv/bin/python
 
 setup:
@@ -17,3 +17,37 @@ test: setup lint
 
 test-fast: setup
 	@$(PY) -m pytest tests/unit
+
+BENCH := runs/bench
+PAIR := --draft $(BENCH)/draft
+ONE_LINE := Turn the order into one line of JSON with the keys name, city, item, quantity and day.
+
+# Stopped anywhere, it goes on there: answers, drafter and every finished run are kept in $(BENCH). Delete it to measure anew.
+bench: setup
+	@echo "bench, about an hour and a half on 2 cores; leave the machine alone meanwhile. In turn:"
+	@echo "  data       SmolLM2-135M answers orders; a 5-layer drafter is cut from it             5 min"
+	@echo "  check      draftsmith check on 150,000 tokens                                        1 min"
+	@echo "  distill    our loop, a plain loop and TRL's GKD trainer; also with 151,936 rows     40 min"
+	@echo "  init       drafters of other depths and widths, trained alike and timed             20 min"
+	@echo "  objectives losses, cache sizes and the online target, 3 seeds                       30 min"
+	@echo "Results: $(BENCH)/*.jsonl, a line a run, and tables in $(BENCH)/*.md"
+	@$(PY) -c "import trl" 2>/dev/null || $(PY) -m pip install -q -c constraints.txt -e '.[bench]'
+	@.venv/bin/draftsmith generate target=HuggingFaceTB/SmolLM2-135M-Instruct out=$(BENCH)/answers \
+	  sets.train.prompts=orders sets.train.split=train sets.train.limit=240 sets.train.max_tokens=64 \
+	  sets.heldout.prompts=orders sets.heldout.split=test sets.heldout.limit=60 sets.heldout.max_tokens=64 \
+	  sets.short.prompts=orders sets.short.split=train sets.short.limit=192 sets.short.max_tokens=64 "sets.short.system=$(ONE_LINE)" \
+	  sets.short-heldout.prompts=orders sets.short-heldout.split=test sets.short-heldout.limit=24 \
+	  sets.short-heldout.max_tokens=64 "sets.short-heldout.system=$(ONE_LINE)"
+	@test -d $(BENCH)/draft || .venv/bin/draftsmith init target=HuggingFaceTB/SmolLM2-135M-Instruct \
+	  layers=[0,1,14,28,29] out=$(BENCH)/draft
+	@$(PY) -m scripts.bench_check
+	@$(PY) -m scripts.bench_distill $(PAIR) --case "short orders" --train $(BENCH)/answers/short \
+	  --heldout $(BENCH)/answers/short-heldout --out $(BENCH)/distill.jsonl >$(BENCH)/distill.md
+	@$(PY) -m scripts.bench_distill $(PAIR) --case "orders after two examples" --train $(BENCH)/answers/train \
+	  --heldout $(BENCH)/answers/heldout --steps 3 --alpha-steps 3 --wide-steps 0 \
+	  --out $(BENCH)/distill.jsonl >>$(BENCH)/distill.md
+	@$(PY) -m scripts.bench_init --target HuggingFaceTB/SmolLM2-135M-Instruct --train $(BENCH)/answers/train \
+	  --heldout $(BENCH)/answers/heldout --out $(BENCH)/init.jsonl >$(BENCH)/init.md
+	@$(PY) -m scripts.bench_objectives $(PAIR) --train $(BENCH)/answers/train --heldout $(BENCH)/answers/heldout \
+	  --steps 30 --jobs 2 --out $(BENCH)/objectives.jsonl >$(BENCH)/objectives.md
+	@cat $(BENCH)/distill.md $(BENCH)/init.md $(BENCH)/objectives.md

@@ -1,0 +1,207 @@
+"""Which objective and which signal give the most acceptance at an equal budget: the ablation, over seeds, with intervals.
+
+python -m scripts.bench_objectives --smoke --out runs/bench/smoke-objectives.jsonl
+python -m scripts.bench_objectives --draft runs/bench/draft --train runs/bench/answers/train \\
+    --heldout runs/bench/answers/heldout --out runs/bench/objectives.jsonl [--jobs 8 --device cuda]
+
+Each arm and seed is a process of its own: the same draft, rows, order, steps and rate; only the objective or the signal
+differs. Lines that --out holds already are not run again. Figures are of held-out prompts, on the target's own text: top-1
+agreement, α's bracket, and τ by replay (argmax drafting). Needs neither vLLM nor bitsandbytes nor a network.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from distill.answers import open_answers
+from distill.objective import auto
+from pairing.errors import InputError
+from pairing.files import write_json
+from pairing.source import load_model, resolve
+from scripts import bench_common as common
+from scripts.bench_common import Row, spec, table
+
+# An arm is an objective on the online target, or, with `cache`, on the K most likely tokens of the record.
+ARMS: dict[str, Row] = {
+    "fkl": {"losses": {"forward_kl": 1.0}},
+    "jsd": {"losses": {"jsd": 1.0}},
+    "tv": {"losses": {"total_variation": 1.0}},
+    "lk": {"losses": {"lk_hybrid": 1.0}},
+    "fkl+ce": {"losses": {"forward_kl": 1.0, "cross_entropy": 0.1}},
+    "auto": {"losses": "auto"},
+    "fkl, cache K=32": {"losses": {"forward_kl": 1.0}, "cache": 32},
+    "fkl, cache K=8": {"losses": {"forward_kl": 1.0}, "cache": 8},
+}
+REFERENCE = "fkl"
+
+
+# ---- the parent ----
+
+
+def main(argv: Sequence[str]) -> int:
+    if argv[:1] == ["--child"]:
+        task = json.loads(argv[1])
+        write_json(Path(task["result"]), child(task))
+        return 0
+    made = common.parser((__doc__ or "").splitlines()[0])
+    made.add_argument("--smoke", action="store_true", help="tiny random models: does it all run?")
+    made.add_argument("--smoke-folder", type=Path, default=Path("runs/bench/smoke"), help="where they are kept")
+    made.add_argument("--arms", help=f"some of: {'; '.join(ARMS)}; separated by semicolons")
+    made.add_argument("--seeds", type=int, default=3)
+    made.add_argument("--steps", type=int, default=60, help="optimizer steps of each run: the equal budget")
+    made.add_argument("--jobs", type=int, default=1, help="runs at one time; a GPU takes many")
+    made.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    args = made.parse_args(argv)
+    try:
+        results = run(args)
+    except InputError as e:
+        print(f"bench_objectives: {e}", file=sys.stderr)
+        return 2
+    print(report(results))
+    return 3 if any("error" in row for row in results) else 0
+
+
+def run(args: Any) -> list[Row]:
+    arms = [arm.strip() for arm in args.arms.split(";")] if args.arms else list(ARMS)
+    if unknown := set(arms) - set(ARMS):
+        raise InputError(f"--arms: no arm is called {', '.join(sorted(unknown))}: there are {'; '.join(ARMS)}")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: torch sees no GPU here: take --device cpu")
+    if args.smoke:
+        pair = common.random_pair(args.smoke_folder / "tiny", **common.TINY)
+    else:
+        common.require(args, "draft", "train", "heldout")
+        folders = {name: str(getattr(args, name)) for name in ("draft", "train", "heldout")}
+        pair = {"target": str(resolve(args.target).path), **folders}
+    meta = open_answers(Path(pair["train"])).meta
+    for arm in arms:
+        if ARMS[arm].get("cache", 0) > meta["top_logprobs"]:
+            raise InputError(
+                f"{arm}: the answers in {pair['train']} record {meta['top_logprobs']} tokens a position: generate them "
+                f"with top_logprobs={ARMS[arm]['cache']}, or leave this arm out with --arms"
+            )
+    temperature = meta.get("sampling", {}).get("temperature", 0.0)
+    same = {
+        "steps": args.steps,
+        "batch_size": args.batch_size,
+        "lr": args.lr,
+        "trainable": args.trainable,
+        "device": device,
+    }
+    specs = [
+        spec(
+            arm=arm,
+            seed=seed,
+            losses=losses_of(arm, temperature),
+            cache=ARMS[arm].get("cache"),
+            **pair,
+            **same,
+        )
+        for seed in range(args.seeds)
+        for arm in arms
+    ]
+    threads = args.threads or max(1, common.cores() // args.jobs)
+    return common.run_children("scripts.bench_objectives", specs, args.out, jobs=args.jobs, threads=threads)
+
+
+def losses_of(arm: str, temperature: float) -> Any:
+    """The arm's objective; `auto` is what distill chooses for argmax drafting at the temperature of the answers."""
+    losses = ARMS[arm]["losses"]
+    return auto(temperature, "greedy")[0] if losses == "auto" else losses
+
+
+# ---- a child: one arm, one seed ----
+
+
+def child(task: Row) -> Row:
+    torch.set_num_threads(task["threads"])
+    accelerator = Accelerator(cpu=task["device"] == "cpu")
+    draft = load_model(Path(task["draft"]))
+    rows = common.load_rows(Path(task["train"]), draft, "train")
+    target = None if task["cache"] else load_model(Path(task["target"]))
+    done = common.train(
+        draft, rows, losses=task["losses"], steps=task["steps"], batch_size=task["batch_size"], lr=task["lr"],
+        seed=task["seed"], trainable=task["trainable"], target=target, top_logprobs=task["cache"], accelerator=accelerator,
+    )  # fmt: skip
+    del target
+    scores = common.scored(draft, common.load_rows(Path(task["heldout"]), draft, "held-out"), accelerator)
+    found = common.means(scores)
+    return {
+        "supervised_tokens": done[-1]["tokens"],
+        "seconds": done[-1]["seconds"],
+        "loss": done[-1]["loss"],
+        "scores": scores,
+        "machine": common.machine(task["threads"]),
+        "said": f"top-1 {found['top1']:.3f}, τ {found['tau']:.3f}, {done[-1]['seconds']:.0f} s",
+    }
+
+
+# ---- the report ----
+
+
+def report(results: Sequence[Row]) -> str:
+    """Markdown: each arm's figures averaged over seeds, its difference to the reference, and which one wins."""
+    whole = [row for row in results if "error" not in row]
+    arms = {
+        arm: [row["scores"] for row in whole if row["arm"] == arm] for arm in dict.fromkeys(r["arm"] for r in whole)
+    }
+    failed = [f"- {common.name_of(row)}: {row['error']}" for row in results if "error" in row]
+    parts = ["Failed:\n" + "\n".join(failed)] if failed else []
+    if not arms:
+        return "\n".join(parts)
+    lines = []
+    for arm, seeds in arms.items():
+        found = [common.means(scores) for scores in seeds]
+        seconds = mean(row["seconds"] for row in whole if row["arm"] == arm)
+        low, high = (mean(f[k] for f in found) for k in ("alpha_low", "alpha_high"))
+        lines.append(
+            [arm, _spread([f["top1"] for f in found]), f"{low:.3f}–{high:.3f}", _spread([f["tau"] for f in found])]
+            + [_less(figure, seeds, arms.get(REFERENCE)) if arm != REFERENCE else "–" for figure in ("top1", "tau")]
+            + [f"{seconds:.0f}"]
+        )
+    header = (
+        "arm",
+        "top-1 (seeds)",
+        "α",
+        f"τ, K = {common.K} (seeds)",
+        f"top-1 less {REFERENCE}'s",
+        f"τ less {REFERENCE}'s",
+        "s",
+    )
+    task = whole[0]
+    note = (
+        f"{task['steps']} steps of {task['batch_size']} rows, {task['supervised_tokens']:,} supervised tokens, "
+        f"lr {task['lr']:g}, "
+        f"{len(task['scores'])} held-out prompts. Intervals: 95 %, paired bootstrap over prompts of the mean over seeds; "
+        "in brackets behind a mean the least and the most of the seeds."
+    )
+    return "\n\n".join([table(header, lines), note, winner(arms), *parts])
+
+
+def winner(arms: dict[str, list[list[Row]]]) -> str:
+    """The arm of the highest mean τ, and those that the held-out prompts do not tell from it."""
+    taus = {arm: mean(common.tau(scores) for scores in seeds) for arm, seeds in arms.items()}
+    best = max(taus, key=lambda arm: taus[arm])
+    alike = [a for a in arms if a != best and common.difference("tau", arms[best], arms[a])[1] <= 0]
+    return f"Highest τ: {best} ({taus[best]:.3f}); not told from it by these prompts: {', '.join(alike) or 'none'}."
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{mean(values):.3f} ({min(values):.3f}–{max(values):.3f})"
+
+
+def _less(figure: str, seeds: list[list[Row]], other: list[list[Row]] | None) -> str:
+    return "{:+.3f} ({:+.3f} to {:+.3f})".format(*common.difference(figure, seeds, other)) if other else "–"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,118 @@
+"""The benches: rivals train what we train, the floor counts what torch counts, differences are paired."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from distill.losses import LOSSES
+from pairing.source import load_model
+from scripts import bench_common as common
+from scripts import bench_distill, bench_objectives
+from tests.stored_answers import answered, store
+from tests.tiny import folder, model
+
+STEPS, SIZE = 3, 4
+TASK = {"lr": 1e-3, "batch_size": SIZE, "trainable": "layers"}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny target, its answers, and a drafter of other weights."""
+    temp = tmp_path_factory.mktemp("pair")
+    target = folder(temp / "target")
+    draft = folder(temp / "draft", layers=1, seed=1)
+    return {"target": target, "draft": draft, "train": store(temp / "train", answered(target, 14, seed=0), target)}
+
+
+def test_the_plain_loop_trains_what_our_loop_trains(pair: dict[str, Path]) -> None:
+    """Same rows, order, loss, rate and parameters, so the same weights: else the bench compares two different things."""
+    ours, plain, target = (load_model(pair[name]) for name in ("draft", "draft", "target"))
+    rows = common.load_rows(pair["train"], ours, "train")
+    common.train(
+        ours, rows, losses={"forward_kl": 1.0}, steps=STEPS, batch_size=SIZE, lr=1e-3, seed=0, trainable="layers", target=target
+    )  # fmt: skip
+    params = [p for _, p in bench_distill.freeze(plain, "layers")]
+    steps = common.batches(rows, steps=STEPS, batch_size=SIZE, seed=0)
+    assert len(bench_distill.plain(TASK, plain, target, rows, steps, params)) == STEPS
+    untrained = load_model(pair["draft"]).state_dict()
+    for name, weight in plain.state_dict().items():
+        torch.testing.assert_close(
+            ours.state_dict()[name], weight, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    assert any(float((weight - untrained[name]).abs().max()) > 1e-3 for name, weight in plain.state_dict().items())
+
+
+def test_batches_go_on_into_the_next_epoch(pair: dict[str, Path]) -> None:
+    """14 rows in windows of 4 are an epoch of 4 steps, the last one short."""
+    rows = common.load_rows(pair["train"], load_model(pair["draft"]), "train")
+    steps = common.batches(rows, steps=9, batch_size=SIZE, seed=0)
+    first, second = ([i for b in steps[at : at + 4] for i in b.ids] for at in (0, 4))
+    assert sorted(first) == sorted(second) == sorted(set(first))
+    assert first != second
+    done = common.train(
+        load_model(pair["draft"]), rows, losses={"forward_kl": 1.0}, steps=9, batch_size=SIZE, lr=1e-3, seed=0,
+        trainable="layers",
+    )  # fmt: skip
+    supervised = torch.tensor([len(b.row_N) for b in steps]).cumsum(0).tolist()
+    assert [row["tokens"] for row in done] == supervised
+
+
+def test_sequences_are_the_stored_answers(pair: dict[str, Path]) -> None:
+    answers = {a.prompt.id: a for a in answered(pair["target"], 14, seed=0)}
+    rows = common.load_rows(pair["train"], load_model(pair["draft"]), "train")
+    for batch in common.batches(rows, steps=4, batch_size=SIZE, seed=0):
+        for id_, (ids, start) in zip(batch.ids, common.sequences(batch), strict=True):
+            assert ids == answers[id_].input_ids
+            assert [(start, len(ids))] == answers[id_].spans
+
+
+def test_the_floor_counts_the_products_that_torch_counts() -> None:
+    """Forward and backward of a real decoder with its embedding frozen; the first layer's norm still asks for all of it."""
+    net = model(layers=2)
+    net.get_input_embeddings().weight.requires_grad_(False)
+    ids = torch.randint(3, 200, (1, 40))
+    with FlopCounterMode(display=False) as counted:
+        net.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
+    products = counted.get_flop_counts()["Global"]
+    found = sum(n for op, n in products.items() if str(op) in ("aten.mm", "aten.addmm"))
+    shapes = bench_distill.linears(net.config, 40)
+    assert found == bench_distill._flops(bench_distill.backward(shapes)) > 0
+
+
+def test_a_difference_is_paired_over_prompts() -> None:
+    """Prompts that vary a lot and an arm that is 0.1 better on each: the interval is narrow, and 0 against itself."""
+
+    def scores(gain: float) -> list[dict[str, Any]]:
+        return [
+            {"id": str(i), "tokens": 10, "top1": i + 10 * gain, "accepted": [[1] * (i % 5) + [0] * (10 - i % 5)]}
+            for i in range(8)
+        ]
+
+    point, low, high = common.difference("top1", [scores(0.1), scores(0.3)], [scores(0.1)])
+    assert point == pytest.approx(0.1)
+    assert low == pytest.approx(0.1)
+    assert high == pytest.approx(0.1)
+    assert common.difference("tau", [scores(0.0)], [scores(0.0)]) == (0.0, 0.0, 0.0)
+
+
+def test_every_arm_names_losses_that_there_are() -> None:
+    for arm in bench_objectives.ARMS:
+        for temperature in (0.0, 0.7):
+            assert set(bench_objectives.losses_of(arm, temperature)) <= set(LOSSES), arm
+
+
+def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:
+    """Results on disk are taken by their spec, whatever else they hold; a failed child is a line with the reason."""
+    one, other = common.spec(case="a", repeat=0), common.spec(case="b", repeat=0)
+    out = tmp_path / "out.jsonl"
+    common.append_jsonl(out, one | {"tokens_per_s": 1.0})
+    common.append_jsonl(out, other | {"error": "killed"})
+    results = common.run_children("no_such_module", [one, other], out, threads=1)
+    assert results[0]["tokens_per_s"] == 1.0
+    assert "No module named" in results[1]["error"]
+    assert len(common.read_jsonl(out)) == 3
