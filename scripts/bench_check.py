@@ -6,22 +6,25 @@ python scripts/bench_check.py [TOKENS]
 from __future__ import annotations
 
 import itertools
+import json
+import resource
 import string
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pairing.alignment import check_pair
-from pairing.files import write_json
+from pairing.files import read_json, write_json
 from pairing.rows import byte_level_alphabet
-from pairing.source import resolve
 
+ROOT = Path(__file__).resolve().parents[1]
 GOAL_S = 5.0
 
 
@@ -56,14 +59,32 @@ def folder(path: Path, tokens: int) -> Path:
     return path
 
 
-def main(tokens: int) -> int:
+def once(pair: list[Path]) -> tuple[float, float]:
+    """Wall and processor seconds of the whole command in a new process: imports, both models, the report."""
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    words = ["-m", "recipes.check", *map(str, pair), "preflight=skip", "--json"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, check=True)
+    wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert json.loads(done.stdout)["aligned"]
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main(tokens: int, times: int = 5) -> int:
+    """The goal is held against processor seconds: they are the wall's on a machine that does nothing else."""
+    worst = 0.0
     with tempfile.TemporaryDirectory() as temp:
-        pair = [resolve(str(folder(Path(temp) / name, tokens))) for name in ("target", "drafter")]
-        started = time.perf_counter()
-        report = check_pair(*pair)
-        seconds = time.perf_counter() - started
-    print(f"{tokens} tokens: {seconds:.2f} s ({report['verdict']}); goal {GOAL_S:.0f} s")
-    return 0 if report["aligned"] and seconds < GOAL_S else 1
+        target, same, other = (folder(Path(temp) / name, tokens) for name in ("target", "same", "other"))
+        edited = other / "tokenizer_config.json"
+        write_json(edited, read_json(edited) | {"model_max_length": 4096})  # the same tokens in files that differ
+        for name, drafter in (("equal tokenizer files", same), ("other files", other)):
+            walls, cpus = zip(*(once([target, drafter]) for _ in range(times)), strict=True)
+            worst = max(worst, median(cpus))
+            print(
+                f"{tokens} tokens, {name}: {median(cpus):.2f} s of processor time ({min(cpus):.2f} to {max(cpus):.2f}), "
+                f"{median(walls):.2f} s by the clock ({min(walls):.2f} to {max(walls):.2f}), {times} runs"
+            )
+    print(f"{worst / GOAL_S:.2f} of the goal of {GOAL_S:.0f} s")
+    return 0 if worst < GOAL_S else 1
 
 
 if __name__ == "__main__":
