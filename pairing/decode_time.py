@@ -8,13 +8,16 @@ Without vLLM the same is measured in transformers, and says so: its steps are sl
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -23,7 +26,7 @@ from typing import Any
 from pairing.engine import engine
 from pairing.engine_env import cpu_engine_env
 from pairing.errors import PartFailedError
-from pairing.files import read_json, write_json
+from pairing.files import digest_json, read_json, write_json
 from pairing.serving import context, text_config
 from pairing.vllm_plugin import DIE_WITH_PARENT, die_with_parent
 
@@ -43,7 +46,7 @@ class StepTime:
 
 
 def engine_name() -> str:
-    """What `measure_steps` measures in here."""
+    """What is measured in here."""
     found = engine()
     if found is not None:
         return f"vLLM {found.version} ({found.backend})"
@@ -52,45 +55,60 @@ def engine_name() -> str:
     return f"transformers {transformers.__version__} (no vLLM installed)"
 
 
-def measure_steps(configs: Sequence[Mapping[str, Any]], env: Mapping[str, str], log: Path) -> list[StepTime]:
-    """Times for each config.json, taken side by side; shares are of the first one's step.
+Timer = Callable[[Sequence[Mapping[str, Any]]], list[StepTime]]
 
-    `env` is the environment for the child process. Raises PartFailedError where the engine does not run; its output is
-    in `log`, which is removed otherwise.
+
+@contextmanager
+def open_timer(env: Mapping[str, str], log: Path) -> Iterator[Timer]:
+    """Starts the child process and yields what measures: configs (contents of config.json) to times, taken side by side.
+
+    Shares are of the first config's step. A config measured before is not started again. `env` is the environment for the
+    child. The timer raises PartFailedError where the engine does not run; its output is in `log`, which is removed
+    when all went well.
     """
     found = engine()
-    with tempfile.TemporaryDirectory() as temp:
-        out, folders = Path(temp) / "out.json", []
-        for i, config in enumerate(configs):
-            write_json(Path(temp) / str(i) / "config.json", dict(config))
-            folders.append(str(Path(temp) / str(i)))
-        longest = min((context(text_config(c)) or CONTEXT * 4 for c in configs), default=CONTEXT * 4)
-        prompt = min(CONTEXT, longest // 4)
-        request = {
-            "engine": "vllm" if found else "transformers",
-            "cpu": found is None or found.backend == "cpu",
-            "folders": folders,
-            "prompt": prompt,
-            "block": BLOCK if longest - prompt > BLOCK * BLOCKS + WARM + 2 else 1,
-            "out": str(out),
-        }
-        words = cpu_engine_env() if request["cpu"] else {}
-        words |= {**env, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        words.pop(DIE_WITH_PARENT, None)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "wb") as f:
-            done = subprocess.run(
-                [sys.executable, "-c", CHILD], input=json.dumps(request).encode(), stdout=f, stderr=subprocess.STDOUT,
-                cwd=Path(__file__).resolve().parents[1], env=words, preexec_fn=die_with_parent,
-            )  # fmt: skip
-        if done.returncode or not out.is_file():
-            raise PartFailedError(f"no decode step could be measured in {engine_name()}: {_last(log)} (log: {log})")
-        blocks = read_json(out)
+    cpu = found is None or found.backend == "cpu"
+    words = (cpu_engine_env() if cpu else {}) | dict(env)
+    words |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    words.pop(DIE_WITH_PARENT, None)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temp, open(log, "wb") as f:
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=f, text=True,
+            cwd=Path(__file__).resolve().parents[1], env=words, preexec_fn=die_with_parent,
+        )  # fmt: skip
+        folders: dict[str, str] = {}
+
+        def measure(configs: Sequence[Mapping[str, Any]]) -> list[StepTime]:
+            for config in configs:
+                key = digest_json(config)
+                if key not in folders:
+                    folders[key] = str(Path(temp) / str(len(folders)))
+                    write_json(Path(folders[key]) / "config.json", dict(config))
+            names = [folders[digest_json(config)] for config in configs]
+            request = {"engine": "vllm" if found else "transformers", "cpu": cpu, "folders": names}
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(request) + "\n")
+                process.stdin.flush()
+            line = process.stdout.readline()
+            if not line.strip():
+                process.wait()
+                raise PartFailedError(f"no decode step could be measured in {engine_name()}: {_last(log)} (log: {log})")
+            blocks = json.loads(line)
+            shares = [[a / b for a, b in zip(mine, blocks[0], strict=True)] for mine in blocks]
+            return [
+                StepTime(_deciles([1000 * x for x in mine]), _deciles(s))
+                for mine, s in zip(blocks, shares, strict=True)
+            ]
+
+        try:
+            yield measure
+        finally:
+            process.kill()
+            process.communicate()
     log.unlink()
-    return [
-        StepTime(_deciles([1000 * s for s in mine]), _deciles([a / b for a, b in zip(mine, blocks[0], strict=True)]))
-        for mine in blocks
-    ]
 
 
 def _deciles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -104,53 +122,79 @@ def _last(log: Path) -> str:
 
 
 def child() -> None:
-    """The child process: a request of `measure_steps` on standard input, the medians of all blocks into its file."""
-    request = json.loads(sys.stdin.read())
-    open_model = _open_vllm if request["engine"] == "vllm" else _open_transformers
-    steps = [open_model(Path(folder), request) for folder in request["folders"]]
-    for step in steps:
-        for _ in range(WARM):
-            step()
-    blocks: list[list[float]] = [[] for _ in steps]
-    for _ in range(BLOCKS):
-        for mine, step in zip(blocks, steps, strict=True):
-            times = []
-            for _ in range(request["block"]):
-                started = time.perf_counter()
+    """The child process: on each line of standard input a request of the timer, answered by the medians of all blocks."""
+    reply = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM logs to standard output
+    opened: dict[str, Begin] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        for folder in request["folders"]:
+            if folder not in opened:
+                opened[folder] = (
+                    _open_vllm(folder, request["cpu"]) if request["engine"] == "vllm" else _open_transformers(folder)
+                )
+        steps = [opened[folder]() for folder in request["folders"]]
+        for step in steps:
+            for _ in range(WARM):
                 step()
-                times.append(time.perf_counter() - started)
-            mine.append(median(times))
-    write_json(Path(request["out"]), blocks)
+        blocks: list[list[float]] = [[] for _ in steps]
+        for _ in range(BLOCKS):
+            for mine, step in zip(blocks, steps, strict=True):
+                mine.append(median(_timed(step) for _ in range(BLOCK)))
+        print(json.dumps(blocks), file=reply, flush=True)
 
 
-def _prompt(request: Mapping[str, Any], rows: int) -> list[int]:
-    return random.Random(0).choices(range(rows), k=request["prompt"])
+def _timed(step: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    step()
+    return time.perf_counter() - started
 
 
-def _open_vllm(folder: Path, request: Mapping[str, Any]) -> Callable[[], Any]:
+Begin = Callable[[], Callable[[], Any]]  # reads the prompt, and returns what does one step
+
+
+def _lengths(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Tokens of the prompt, and all of them; a model of few positions gets a shorter prompt."""
+    answer = WARM + BLOCKS * BLOCK + 2
+    prompt = max(min(CONTEXT, (context(config) or CONTEXT + answer) - answer), 1)
+    return prompt, prompt + answer
+
+
+def _prompt(config: Mapping[str, Any]) -> list[int]:
+    return random.Random(0).choices(range(config["vocab_size"]), k=_lengths(config)[0])
+
+
+def _open_vllm(folder: str, cpu: bool) -> Begin:
     from vllm import LLM, SamplingParams
 
-    config = text_config(read_json(folder / "config.json"))
-    length = request["prompt"] + BLOCK * BLOCKS + WARM + 2
+    config = text_config(read_json(Path(folder) / "config.json"))
+    prompt, length = _lengths(config)
     llm = LLM(
-        str(folder),
+        folder,
         load_format="dummy",
         skip_tokenizer_init=True,
-        enforce_eager=request["cpu"],  # compiling takes minutes on a CPU
+        enforce_eager=cpu,  # compiling takes minutes there
         max_model_len=length,
         max_num_seqs=1,
-        max_num_batched_tokens=max(length, 64),
+        max_num_batched_tokens=length,
         kv_cache_memory_bytes=KV_BYTES,
         enable_prefix_caching=False,
         disable_log_stats=True,
-    )
-    sampling = SamplingParams(temperature=0, max_tokens=length - request["prompt"], ignore_eos=True, detokenize=False)
-    llm.llm_engine.add_request("0", {"prompt_token_ids": _prompt(request, config["vocab_size"])}, sampling)
-    llm.llm_engine.step()  # the prompt
-    return llm.llm_engine.step
+    ).llm_engine
+    sampling = SamplingParams(temperature=0, max_tokens=length - prompt, ignore_eos=True, detokenize=False)
+    numbers = itertools.count()
+
+    def begin() -> Callable[[], Any]:
+        while llm.has_unfinished_requests():
+            llm.step()  # what is left of the request before this one
+        llm.add_request(str(next(numbers)), {"prompt_token_ids": _prompt(config)}, sampling)
+        llm.step()
+        return llm.step
+
+    return begin
 
 
-def _open_transformers(folder: Path, request: Mapping[str, Any]) -> Callable[[], Any]:
+def _open_transformers(folder: str) -> Begin:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -158,15 +202,18 @@ def _open_transformers(folder: Path, request: Mapping[str, Any]) -> Callable[[],
     config = AutoConfig.from_pretrained(folder)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config).eval()
-    ids = torch.tensor([_prompt(request, config.get_text_config().vocab_size)], device=device)
-    with torch.inference_mode():
-        first = model(ids, use_cache=True, logits_to_keep=1)
-    state = {"ids": first.logits.argmax(-1), "past": first.past_key_values}
+    prompt = torch.tensor([_prompt(text_config(read_json(Path(folder) / "config.json")))], device=device)
 
-    def step() -> None:
-        with torch.inference_mode():
-            out = model(state["ids"], past_key_values=state["past"], use_cache=True)
-            state["ids"] = out.logits.argmax(-1)
+    def begin() -> Callable[[], Any]:
+        state: dict[str, Any] = {"ids": prompt, "past": None}
+
+        def step() -> None:
+            with torch.inference_mode():
+                out = model(state["ids"], past_key_values=state["past"], use_cache=True, logits_to_keep=1)
+            state.update(ids=out.logits.argmax(-1), past=out.past_key_values)
             state["ids"].tolist()  # waits for the device
 
-    return step
+        step()
+        return step
+
+    return begin

@@ -9,12 +9,11 @@ a wider one are too slow already.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from pairing.decode_time import StepTime, engine_name, measure_steps
+from pairing.decode_time import StepTime, Timer, engine_name
 from pairing.errors import InputError
 from pairing.files import read_json
 from pairing.init import Width, plan_init, spaced
@@ -131,12 +130,12 @@ def _too_slow(tried: Sequence[Tried], limit: Limit, widths: int) -> InputError:
 
 
 def fit_step(
-    target: ModelSource, limit: Limit, env: Mapping[str, str], log: Path, narrower: bool, dtype: str | None = None
+    target: ModelSource, limit: Limit, timer: Timer, narrower: bool, dtype: str | None = None
 ) -> tuple[list[int], Width | None, dict[str, Any]]:
     """Evenly spaced layers, the width (None: the target's) and what was measured, for pair.json.
 
-    `narrower`: whether widths below the target's may be taken. The rest as for `measure_steps`. Raises InputError where
-    nothing is fast enough, PartFailedError where nothing can be measured.
+    `narrower`: whether widths below the target's may be taken. Raises InputError where nothing is fast enough,
+    PartFailedError where nothing can be measured.
     """
     config = read_json(target.path / "config.json")
     of, old = int(config["num_hidden_layers"]), shape_of(config)
@@ -146,20 +145,18 @@ def fit_step(
         layers = spaced(count, of) if of > 1 else [0]
         return plan_init(target, layers, dtype, None if shape == old else Width(shape))
 
-    whole = plan(of, old)["config"]
-    times: dict[tuple[int, Shape], StepTime] = {}
-    own: list[StepTime] = []
+    whole = config if dtype is None else config | {"dtype": dtype}
+    own = timer([whole])[0]
+    times: dict[tuple[int, Shape], tuple[StepTime, StepTime]] = {}  # the target's beside it, and its own
 
     def measure(wanted: Sequence[tuple[int, Shape]]) -> list[float]:
-        found = measure_steps([whole, *(plan(*w)["config"] for w in wanted)], env, log)
-        own.append(found[0])
-        times.update(zip(wanted, found[1:], strict=True))
-        return [limit.of(times[w]) for w in wanted]
+        first, *rest = timer([whole, *(plan(*w)["config"] for w in wanted)])
+        times.update((w, (first, time)) for w, time in zip(wanted, rest, strict=True))
+        return [limit.of(time) for time in rest]
 
     sizes = [int(plan(min(FEW, of), shape)["parameters"]) for shape in shapes]
-    first = measure_steps([whole], env, log)[0] if limit.unit == "ms" else None
-    chosen, tried = choose_steps(shapes, sizes, of, limit, limit.of(first) if first else 1.0, measure)
-    time = times[chosen.layers, chosen.shape]
+    chosen, tried = choose_steps(shapes, sizes, of, limit, limit.of(own), measure)
+    beside, time = times[chosen.layers, chosen.shape]
     record = {
         "asked": limit.value,
         "unit": limit.unit,
@@ -168,7 +165,7 @@ def fit_step(
         "measured": chosen.cost,
         "share": list(time.share),
         "ms": list(time.ms),
-        "target_ms": list(own[-1].ms),
+        "target_ms": list(beside.ms),
         "tried": [{"layers": t.layers, **asdict(t.shape), "predicted": t.predicted, "measured": t.cost} for t in tried],
     }
     layers = spaced(chosen.layers, of) if of > 1 else [0]

@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from rich.console import Console
 
 from distill.answers import open_answers, require_target
-from pairing.decode_time import BLOCK, BLOCKS, CONTEXT, engine_name
+from pairing.decode_time import BLOCK, BLOCKS, CONTEXT, engine_name, open_timer
 from pairing.errors import InputError
 from pairing.files import read_json
 from pairing.init import Width, chosen_width, fit_budget, init_drafter, init_from_config, plan_init, spaced
@@ -172,7 +172,8 @@ def run(config: InitConfig) -> dict[str, Any]:
     if config.draft_step is not None:
         log = config.out.with_name(f"{config.out.name}.draft_step.log")
         limit, narrower = parse_limit(config.draft_step), config.answers is not None
-        layers, width, measured = fit_step(target, limit, os.environ, log, narrower, config.dtype)
+        with open_timer(os.environ, log) as timer:
+            layers, width, measured = fit_step(target, limit, timer, narrower, config.dtype)
         steps = {"draft_step": measured}
     else:
         layers, width = shape(config, target)

@@ -10,7 +10,7 @@ import pytest
 
 from pairing import decode_time
 from pairing.alignment import check_pair
-from pairing.decode_time import measure_steps
+from pairing.decode_time import open_timer
 from pairing.errors import PartFailedError
 from pairing.files import read_json
 from pairing.pair import read_pair
@@ -56,13 +56,16 @@ def test_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_core:
     assert "no vLLM installed" in decode_time.engine_name()
     config = tiny.model(layers=2).config.to_dict()
     log = tmp_path / "log"
-    deep, flat = measure_steps([config | {"num_hidden_layers": 12}, config], os.environ, log)
-    assert deep.share == (1, 1, 1)
+    with open_timer(os.environ, log) as timer:
+        deep, flat = timer([config | {"num_hidden_layers": 12}, config])
+        again = timer([config, config])
+    assert deep.share == again[0].share == (1, 1, 1)
     assert 0 < flat.share[0] < 0.6
     assert flat.ms[0] < deep.ms[0]
     assert not log.exists()
-    with pytest.raises(
-        PartFailedError, match=r"no decode step could be measured in transformers .*nobody_knows.*log: "
+    with (
+        pytest.raises(PartFailedError, match=r"no decode step could be measured in transformers .*nobody_knows.*log: "),
+        open_timer(os.environ, log) as timer,
     ):
-        measure_steps([{"model_type": "nobody_knows"}], os.environ, log)
+        timer([config | {"model_type": "nobody_knows"}])
     assert log.exists()
