@@ -22,11 +22,11 @@ CLASSES = {  # name: class, its config, and the keys of `shape` that it does not
 COUPLED = ("qwen2", "neox", "opt")  # a head is hidden / heads wide: heads cannot go alone
 
 
-def shape(layers: int = 2, heads: int = 8, kv_heads: int = 4, head_dim: int = 16) -> dict[str, Any]:
-    """hidden 128 and FFN 192 in all."""
+def shape(layers: int = 2, heads: int = 8, kv_heads: int = 4, head_dim: int = 16, hidden: int = 128) -> dict[str, Any]:
+    """FFN 192 in all."""
     return {
         "vocab_size": tiny.ROWS,
-        "hidden_size": 128,
+        "hidden_size": hidden,
         "intermediate_size": 192,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
