@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from pairing.alignment import check_pair, read_side, summary, tokens_by_id
+from pairing.alignment import check_pair, summary
 from pairing.card import write_card
+from pairing.compare_tokens import tokens_by_id
 from pairing.files import new_folder, write_json
 from pairing.init import SPECIAL, copy_companions, with_vocabulary
 from pairing.pair import new_pair, read_pair
 from pairing.rows import make_rows, row_sources, settle_padding
+from pairing.side import read_side
 from pairing.source import ModelSource
 from pairing.weights import TensorInfo, rewrite, vocabulary_tensors
 

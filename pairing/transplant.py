@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
-from pairing.alignment import check_pair, read_side, summary, tokens_by_id
+from pairing.alignment import check_pair, summary
 from pairing.card import write_card
+from pairing.compare_tokens import tokens_by_id
 from pairing.engine import draftable
 from pairing.errors import InputError
 from pairing.files import new_folder, write_json, write_jsonl
 from pairing.init import SPECIAL, copy_companions, with_vocabulary
 from pairing.pair import new_pair
 from pairing.rows import make_rows, row_sources, special_ids
+from pairing.side import read_side
 from pairing.source import ModelSource
 from pairing.weights import parameters, rewrite, vocabulary_tensors
 

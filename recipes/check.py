@@ -25,7 +25,8 @@ from pairing.alignment import check_pair, summary
 from pairing.card import write_card
 from pairing.files import write_json
 from pairing.pair import read_pair, update_pair
-from pairing.preflight import Serving, preflight_report
+from pairing.preflight import preflight_report
+from pairing.serving_plan import Serving
 from pairing.source import resolve
 from recipes.config import Strict, guarded, parse
 

@@ -4,12 +4,14 @@ draftsmith init target=HuggingFaceTB/SmolLM2-135M-Instruct layers=[0,1,14,28,29]
 python recipes/init.py target=./my-target count=4 out=./drafter dtype=bfloat16
 draftsmith init target=./my-target count=4 by=influence ffn=1024 heads=6 answers=runs/answers out=./drafter
 draftsmith init target=./my-target params=30M answers=runs/answers out=./drafter
+draftsmith init target=./my-target draft_step=0.15 out=./drafter
 draftsmith init target=./my-target donor=./other-family-small map={"<|im_end|>": "</s>"} out=./drafter
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -21,10 +23,12 @@ from pydantic import Field, model_validator
 from rich.console import Console
 
 from distill.answers import open_answers, require_target
+from pairing.decode_time import BLOCK, BLOCKS, CONTEXT, engine_name, open_timer
 from pairing.errors import InputError
 from pairing.files import read_json
 from pairing.init import Width, chosen_width, fit_budget, init_drafter, init_from_config, plan_init, spaced
 from pairing.source import ModelSource, load_model, resolve
+from pairing.step_budget import fit_step, parse_limit
 from pairing.transplant import plan_transplant, transplant
 from pairing.weights import parameters, read_headers
 from pairing.width import choose, importance, influential, shape_of
@@ -37,6 +41,7 @@ WAYS = (  # keys that go together; one way at a time
     ("count", "by", "hidden", "ffn", "heads", "kv_heads"),
     ("params",),
     ("ratio",),
+    ("draft_step",),
     ("donor", "map"),
     ("config", "seed"),
 )
@@ -65,6 +70,8 @@ class InitConfig(Strict):
     """at most so many parameters, such as 30M: the widest two layers that fit, then as many layers as do"""
     ratio: float | str | None = None
     """the same as a share of the target's, such as 1/50"""
+    draft_step: float | str | None = None
+    """at most so long a decode step, measured here: a share of the target's own, such as 0.15, or a time, such as 12ms"""
     answers: Path | None = None
     """a folder of `draftsmith generate`: the text on which layers and channels are chosen"""
     texts: int = Field(default=64, ge=1)
@@ -89,6 +96,8 @@ class InitConfig(Strict):
         if alone and sum(map(bool, given)) > 1:
             named = ", ".join(key for keys in given for key in keys)
             raise ValueError(f"give one way to make a drafter, not {named} together")
+        if self.draft_step is not None:
+            parse_limit(self.draft_step)
         if self.map and self.donor is None:
             raise ValueError("map needs donor=…")
         if self.donor is not None and self.dtype is not None:
@@ -159,11 +168,19 @@ def run(config: InitConfig) -> dict[str, Any]:
         return transplant(target, resolve(config.donor), config.out, config.map)
     if config.config is not None:
         return init_from_config(target, config.out, read_json(config.config), config.seed, config.dtype or "float32")
-    layers, width = shape(config, target)
-    record = None
+    steps: dict[str, Any] = {}
+    if config.draft_step is not None:
+        log = config.out.with_name(f"{config.out.name}.draft_step.log")
+        limit, narrower = parse_limit(config.draft_step), config.answers is not None
+        with open_timer(os.environ, log) as timer:
+            layers, width, measured = fit_step(target, limit, timer, narrower, config.dtype)
+        steps = {"draft_step": measured}
+    else:
+        layers, width = shape(config, target)
+    record: dict[str, Any] = {}
     if width is not None or config.by == "influence":
         layers, width, record = chosen_on_text(config, target, layers, width)
-    return init_drafter(target, config.out, layers, config.dtype, width, record)
+    return init_drafter(target, config.out, layers, config.dtype, width, record | steps) | steps
 
 
 def dry(config: InitConfig, target: ModelSource) -> dict[str, Any]:
@@ -173,9 +190,24 @@ def dry(config: InitConfig, target: ModelSource) -> dict[str, Any]:
         return result | {k: v for k, v in plan.items() if k not in ("sources", "real", "listed", "tensors")}
     if config.config is not None:
         return result | {"config": read_json(config.config), "dtype": config.dtype or "float32"}
+    if config.draft_step is not None:
+        widths = "its own and narrower widths" if config.answers else "its own width (narrower ones need answers=…)"
+        would = f"decode steps of the target and of drafters with 2 or more layers in {widths}, in {engine_name()}, " \
+            f"one request, from {CONTEXT} tokens of context on, {BLOCKS} blocks of {BLOCK} steps each in turns"  # fmt: skip
+        return result | {"draft_step": str(parse_limit(config.draft_step)), "would_measure": would}
     layers, width = shape(config, target)
     plan = plan_init(target, layers, config.dtype, width)
     return result | {k: v for k, v in plan.items() if k not in ("config", "tensors")} | {"by": config.by}
+
+
+def draft_step_line(step: dict[str, Any]) -> str:
+    unit = " ms" if step["unit"] == "ms" else ""
+    foretold = "" if step["predicted"] is None else f" (predicted {step['predicted']:.3g}{unit})"
+    (ms, low, high), (share, least, most) = step["ms"], step["share"]
+    return (
+        f"draft step {ms:.1f} ms ({low:.1f} to {high:.1f}), {share:.3f} ({least:.3f} to {most:.3f}) of the target's "
+        f"{step['target_ms'][0]:.1f} ms{foretold}; asked for at most {step['asked']:g}{unit}; {step['engine']}"
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -198,12 +230,16 @@ def main(argv: list[str]) -> int:
             print(f"  {row['id']} {row['token']!r}: {' + '.join(row['of']) or 'mean of all real rows'} ({row['how']})")
     elif config.config is not None:
         print(f"{what}: random weights, {result['dtype']}")
+    elif "would_measure" in result:
+        print(f"{what} with a step of at most {result['draft_step']}; would measure {result['would_measure']}")
     else:
         wide = "".join(f", {k} {v}" for k, v in (result["width"] or {}).items())
         print(
             f"{what}: layers {result['layers']} of {result['of']}{wide}, "
             f"{result['parameters']:,} parameters, {result['dtype']}, {int(result['bytes']) / 2**20:.1f} MiB"
         )
+        if step := result.get("draft_step"):
+            print(draft_step_line(step))
     return 0
 
 

@@ -6,22 +6,25 @@ python scripts/bench_check.py [TOKENS]
 from __future__ import annotations
 
 import itertools
+import json
+import resource
 import string
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pairing.alignment import check_pair
-from pairing.files import write_json
+from pairing.files import read_json, write_json
 from pairing.rows import byte_level_alphabet
-from pairing.source import resolve
 
+ROOT = Path(__file__).resolve().parents[1]
 GOAL_S = 5.0
 
 
@@ -56,14 +59,44 @@ def folder(path: Path, tokens: int) -> Path:
     return path
 
 
-def main(tokens: int) -> int:
+def once(words: list[str]) -> tuple[float, float, str]:
+    """Wall and processor seconds of a new Python process, and what it printed."""
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, check=True, text=True)
+    wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
+
+
+def main(tokens: int, times: int = 5) -> int:
+    """The whole command in a new process, and beside it, in turns, the imports that any use of a tokenizer needs.
+
+    The goal is held against processor seconds: they are the clock's on a machine that does nothing else.
+    """
     with tempfile.TemporaryDirectory() as temp:
-        pair = [resolve(str(folder(Path(temp) / name, tokens))) for name in ("target", "drafter")]
-        started = time.perf_counter()
-        report = check_pair(*pair)
-        seconds = time.perf_counter() - started
-    print(f"{tokens} tokens: {seconds:.2f} s ({report['verdict']}); goal {GOAL_S:.0f} s")
-    return 0 if report["aligned"] and seconds < GOAL_S else 1
+        target, same, other = (folder(Path(temp) / name, tokens) for name in ("target", "same", "other"))
+        edited = other / "tokenizer_config.json"
+        write_json(edited, read_json(edited) | {"model_max_length": 4096})  # the same tokens in files that differ
+        check = ["-m", "recipes.check", str(target)]
+        cases = {
+            "imports alone": ["-c", "import recipes.check, transformers; transformers.AutoTokenizer; print('{}')"],
+            "equal tokenizer files": [*check, str(same), "preflight=skip", "--json"],
+            "other tokenizer files": [*check, str(other), "preflight=skip", "--json"],
+        }
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+        for _ in range(times):
+            for name, words in cases.items():
+                wall, cpu, text = once(words)
+                assert json.loads(text).get("aligned", True)
+                taken[name].append((wall, cpu))
+    for name, runs in taken.items():
+        walls, cpus = zip(*runs, strict=True)
+        print(
+            f"{tokens} tokens, {name}: {median(cpus):.2f} s of processor time ({min(cpus):.2f} to {max(cpus):.2f}), "
+            f"{median(walls):.2f} s by the clock ({min(walls):.2f} to {max(walls):.2f}), {times} runs"
+        )
+    worst = max(median(cpu for _, cpu in runs) for runs in taken.values())
+    print(f"{worst / GOAL_S:.2f} of the goal of {GOAL_S:.0f} s")
+    return 0 if worst < GOAL_S else 1
 
 
 if __name__ == "__main__":

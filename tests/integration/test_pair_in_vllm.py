@@ -68,9 +68,11 @@ def generate(llm: Any) -> tuple[list[list[int]], dict[str, int]]:
 
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     done = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
-    outputs = [list(request.outputs[0].token_ids) for request in done]
-    counters = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value") and "spec_decode" in m.name}
-    return outputs, counters
+    return [list(request.outputs[0].token_ids) for request in done], counters_of(llm)
+
+
+def counters_of(llm: Any) -> dict[str, int]:
+    return {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value") and "spec_decode" in m.name}
 
 
 @torch.no_grad()

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pairing import alignment, serving
+from pairing import serving
 from pairing.alignment import check_pair, summary
+from pairing.compare_chat import turn_end
 from pairing.engine import Engine
 from pairing.errors import InputError
 from pairing.files import read_json, write_json
@@ -206,7 +207,7 @@ def test_other_ends_warn_and_do_not_block(tmp_path: Path) -> None:
 def test_a_template_that_ends_turns_with_no_eos(tmp_path: Path) -> None:
     """D3: the template's own end of a turn is not among the ids that stop an answer."""
     a, b = pair(tmp_path)
-    assert alignment.turn_end(tiny.tokenizer()) == 2
+    assert turn_end(tiny.tokenizer()) == 2
     for folder in (a, b):
         (folder / "chat_template.jinja").write_text(tiny.CHATML.replace("<|im_end|>", "<|endoftext|>"))
     rep = report(a, b)

@@ -14,19 +14,9 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from pairing.errors import InputError
@@ -35,7 +25,7 @@ from pairing.init import init_drafter, plan_init, spaced
 from pairing.pair import read_pair
 from pairing.source import digests, load_model, load_tokenizer, resolve
 from recipes import init as recipe
-from tests import tiny
+from tests import architectures, tiny
 
 IDS = torch.arange(3, 40)[None]
 SHAPE = {
@@ -73,21 +63,9 @@ def test_all_layers_give_the_targets_logits(tmp_path: Path, tied: bool) -> None:
     assert ("lm_head.weight" in load_file(tmp_path / "drafter" / "model.safetensors")) is not tied
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=3, **SHAPE)),
-        Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=3, **SHAPE)),
-        MistralForCausalLM(MistralConfig(num_hidden_layers=3, **SHAPE)),
-        Gemma3ForCausalLM(Gemma3TextConfig(num_hidden_layers=3, **SHAPE)),
-        Phi3ForCausalLM(Phi3Config(num_hidden_layers=3, **{k: v for k, v in SHAPE.items() if k != "head_dim"})),
-        GPTNeoXForCausalLM(GPTNeoXConfig(num_hidden_layers=3, **SHAPE)),
-        OPTForCausalLM(OPTConfig(num_hidden_layers=3, ffn_dim=128, word_embed_proj_dim=64, **SHAPE)),
-    ],
-    ids=lambda m: type(m).__name__,
-)
-def test_other_architectures_in_shards(tmp_path: Path, model: PreTrainedModel) -> None:
-    model.float().eval().save_pretrained(tmp_path / "target", max_shard_size="100KB")
+@pytest.mark.parametrize("kind", architectures.CLASSES)
+def test_every_architecture_in_shards(tmp_path: Path, kind: str) -> None:
+    architectures.model(kind, layers=3).save_pretrained(tmp_path / "target", max_shard_size="100KB")
     tiny.tokenizer().save_pretrained(tmp_path / "target")
     assert len(list((tmp_path / "target").glob("*.safetensors"))) > 1
     init_drafter(resolve(str(tmp_path / "target")), tmp_path / "drafter", [0, 1, 2])

@@ -118,6 +118,7 @@ def test_a_config(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         ["params=3M", "count=2"],
         ["params=3M", "ratio=1/2"],
+        ["draft_step=0.2", "count=2"],
         ["donor=x", "layers=[0]"],
         ["config=x.json", "ffn=64", "answers=y"],
         ["donor=x", "config=x.json"],
@@ -136,3 +137,13 @@ def test_words_for_people(target: Path, capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     assert "259 tokens (259 copied)" in out
     assert "2 '<|im_end|>': <|im_end|> (copied)" in out
+
+
+def test_a_draft_step_is_checked_before_it_is_measured(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match=r"draft_step=1\.5: give a share"):
+        init(capsys, target, "draft_step=1.5")
+    plan = init(capsys, target, "draft_step=12ms", "--dry-run")
+    assert plan["draft_step"] == "12 ms"
+    assert "decode steps of the target and of drafters" in plan["would_measure"]
+    assert "narrower ones need answers" in plan["would_measure"]
+    assert not (target.parent / "drafter").exists()

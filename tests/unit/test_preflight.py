@@ -11,26 +11,15 @@ from typing import Any
 import pytest
 
 from pairing import preflight as module
-from pairing.engine import Engine
+from pairing.budgets import kv_bytes_per_token, memory_numbers, weight_bytes
+from pairing.engine import Engine, engine
+from pairing.engine_support import Support, probe, support
 from pairing.errors import InputError
 from pairing.finding import Finding
-from pairing.preflight import (
-    Memory,
-    Model,
-    Serving,
-    Support,
-    kv_bytes_per_token,
-    memory_numbers,
-    preflight,
-    preflight_report,
-    probe,
-    require_start,
-    schedule_fault,
-    serve_line,
-    support,
-    weight_bytes,
-)
+from pairing.preflight import preflight, preflight_report, require_start
+from pairing.serving_plan import Memory, Model, Serving, serve_line
 from pairing.source import resolve
+from pairing.speculative_config import KEYS, schedule_fault
 from pairing.weights import TensorInfo
 from tests import tiny
 
@@ -165,7 +154,7 @@ def test_the_probe_reads_the_package(tmp_path: Path) -> None:
 
 def test_table_and_probe_agree_on_the_installed_version() -> None:
     """The table's line is true of what is installed here: without that it would be folklore."""
-    installed = module.engine()
+    installed = engine()
     assert installed is not None
     found = probe(installed.backend)
     assert found is not None
@@ -288,7 +277,7 @@ def test_our_keys_are_those_of_the_installed_vllm() -> None:
     assert spec is not None
     assert spec.submodule_search_locations
     text = (Path(spec.submodule_search_locations[0]) / "config" / "speculative.py").read_text()
-    assert [k for k in module.KEYS if f"\n    {k}: " not in text] == []
+    assert [k for k in KEYS if f"\n    {k}: " not in text] == []
     assert "'tensor_parallel_size' is not a valid argument" in text
 
 

@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pairing.alignment import check_pair
 from pairing.errors import InputError
@@ -31,63 +15,15 @@ from pairing.files import read_json
 from pairing.init import Width, chosen_width, fit_budget, init_drafter, plan_init
 from pairing.source import ModelSource, load_model, resolve
 from pairing.width import Importance, Shape, choose, importance, influential, narrower, shape_of
-from tests import tiny
+from tests import architectures, tiny
 
-BASE: dict[str, Any] = {
-    "vocab_size": tiny.ROWS,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "initializer_range": 0.2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-SINGLE = {k: v for k, v in BASE.items() if k not in ("num_key_value_heads", "head_dim")}
-MODELS: dict[str, Any] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**BASE)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**BASE)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**BASE)),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**BASE)),
-    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**{k: v for k, v in BASE.items() if k != "head_dim"})),
-    "neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SINGLE)),
-    "opt": lambda: OPTForCausalLM(
-        OPTConfig(**{k: v for k, v in SINGLE.items() if k != "intermediate_size"}, ffn_dim=192, word_embed_proj_dim=128)
-    ),
-}
 TEXTS = [list(range(3, 43)), list(range(100, 160)), [7, 9, 250, 33] * 6]
 
 
 def target(path: Path, kind: str, dead: bool = False) -> ModelSource:
-    """`dead`: in every layer the FFN channels from 128 on put out nothing, and the odd heads neither."""
-    torch.manual_seed(0)
-    model = MODELS[kind]().float().eval()
-    if dead:
-        kill(model)
-    model.save_pretrained(path)
+    architectures.model(kind, dead=dead).save_pretrained(path)
     tiny.tokenizer().save_pretrained(path)
     return resolve(str(path))
-
-
-@torch.no_grad()
-def kill(model: Any) -> None:
-    """Key/value heads 2 and 3 write no values, so query heads 4 to 7 put out nothing (all eight are single in two)."""
-    for name, weight in model.named_parameters():
-        if name.endswith(("up_proj.weight", "fc1.weight", "fc1.bias", "dense_h_to_4h.weight", "dense_h_to_4h.bias")):
-            weight[-64:] = 0
-            if "gate_up" in name:
-                weight[128:192] = 0
-        elif "qkv_proj" in name:
-            weight[-32:] = 0
-        elif name.endswith(("v_proj.weight", "v_proj.bias")):
-            weight[len(weight) // 2 :] = 0
-        elif "query_key_value" in name:
-            for head in range(4, 8):
-                weight[head * 48 + 32 : head * 48 + 48] = 0
 
 
 @torch.no_grad()
@@ -107,12 +43,11 @@ def attention_outputs(source: ModelSource) -> list[torch.Tensor]:
     return list(importance(load_model(source.path), TEXTS, shape_of(read_json(source.path / "config.json"))).heads_LQ)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", architectures.CLASSES)
 def test_what_the_texts_never_use_goes(tmp_path: Path, kind: str) -> None:
     """Exactly the dead channels and heads are dropped, so the narrower model computes the same."""
     source = target(tmp_path / "target", kind, dead=True)
-    coupled = kind in ("qwen2", "neox", "opt")
-    sizes = {"ffn": 128} if coupled else {"ffn": 128, "heads": 4, "kv_heads": 2}
+    sizes = {"ffn": 128} if kind in architectures.COUPLED else {"ffn": 128, "heads": 4, "kv_heads": 2}
     init_drafter(source, tmp_path / "drafter", [0, 1], width=width(source, **sizes))
     config = read_json(tmp_path / "drafter" / "config.json")
     assert (config.get("intermediate_size") or config["ffn_dim"]) == 128
@@ -120,7 +55,7 @@ def test_what_the_texts_never_use_goes(tmp_path: Path, kind: str) -> None:
     torch.testing.assert_close(logits(tmp_path / "drafter"), logits(source.path), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", architectures.CLASSES)
 def test_a_narrower_model_loads_and_is_aligned(tmp_path: Path, kind: str) -> None:
     source = target(tmp_path / "target", kind)
     asked = width(source, hidden=64, ffn=64, heads=4)
@@ -180,7 +115,7 @@ def test_widths_that_do_not_go(architecture: str, sizes: tuple[int | None, int |
 def test_a_layer_without_influence_goes(tmp_path: Path) -> None:
     """A layer that hands its input on: influence 0, and without it the model computes the same."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**BASE | {"num_hidden_layers": 4})).float().eval()
+    model = LlamaForCausalLM(LlamaConfig(**architectures.shape(layers=4))).float().eval()
     with torch.no_grad():
         model.model.layers[2].self_attn.o_proj.weight.zero_()
         model.model.layers[2].mlp.down_proj.weight.zero_()

@@ -1,0 +1,71 @@
+"""`init draft_step=…` on the real engine: what is measured is kept, written down, and within the limit."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from pairing import decode_time
+from pairing.alignment import check_pair
+from pairing.decode_time import open_timer
+from pairing.errors import PartFailedError
+from pairing.files import read_json
+from pairing.pair import read_pair
+from pairing.source import resolve
+from recipes import init as recipe
+from tests import tiny
+
+LAYERS = 24
+
+
+@pytest.fixture
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models this small are slower on two."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", str(min(os.sched_getaffinity(0))))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_a_drafter_to_a_share_of_the_targets_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], one_core: None
+) -> None:
+    target = tiny.folder(tmp_path / "target", layers=LAYERS)
+    out = tmp_path / "drafter"
+    assert recipe.main([f"target={target}", f"out={out}", "draft_step=0.7", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    step = result["draft_step"]
+    assert 2 <= len(result["layers"]) < LAYERS
+    assert step["measured"] == step["share"][0] <= 0.7
+    assert step["share"][1] <= step["share"][0] <= step["share"][2]
+    assert 0 < step["ms"][0] < step["target_ms"][0]
+    assert step["engine"].startswith("vLLM ")
+    assert step["tried"][0]["layers"] == 2
+    assert any(t["layers"] == len(result["layers"]) and t["measured"] == step["measured"] for t in step["tried"])
+    assert read_pair(out)["made"][0]["draft_step"] == step
+    assert read_json(out / "config.json")["num_hidden_layers"] == len(result["layers"])
+    assert check_pair(resolve(str(target)), resolve(str(out)))["aligned"]
+    assert not list(tmp_path.glob("*.log")), "the engine's output stays only where it failed"
+    assert f"of the target's {step['target_ms'][0]:.1f} ms" in recipe.draft_step_line(step)
+
+
+def test_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_core: None) -> None:
+    """In transformers, and labelled so; a config that does not run is one line and a log."""
+    monkeypatch.setattr(decode_time, "engine", lambda: None)
+    assert "no vLLM installed" in decode_time.engine_name()
+    config = tiny.model(layers=2).config.to_dict()
+    log = tmp_path / "log"
+    with open_timer(os.environ, log) as timer:
+        deep, flat = timer([config | {"num_hidden_layers": 12}, config])
+        again = timer([config, config])
+    assert deep.share == again[0].share == (1, 1, 1)
+    assert 0 < flat.share[0] < 0.6
+    assert flat.ms[0] < deep.ms[0]
+    assert not log.exists()
+    with (
+        pytest.raises(PartFailedError, match=r"no decode step could be measured in transformers .*nobody_knows.*log: "),
+        open_timer(os.environ, log) as timer,
+    ):
+        timer([config | {"model_type": "nobody_knows"}])
+    assert log.exists()
