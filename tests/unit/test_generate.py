@@ -1,7 +1,8 @@
 """Answering prompts: checks before any work, shards that survive a failure, and rows that say what the target thinks."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import pytest
 import torch
 
 import distill.generate as module
-from distill.answers import Answer, open_answers, shard_paths
+from distill.answers import open_answers, shard_paths
 from distill.generate import Job, choose_backend, generate, new_job, open_target, unanswered
 from distill.in_vllm import head_of
 from distill.prompts import Prompt, prompt
-from distill.requests import Answerer, Request, Sampling, ending_ids, require_fit, tokenize
+from distill.requests import Answerer, Completion, Request, Sampling, ending_ids, require_fit, tokenize
 from pairing.errors import InputError, PartFailedError
 from pairing.pair import describe_model
 from pairing.source import load_model, load_tokenizer, resolve
@@ -128,14 +129,13 @@ def test_sampling_follows_temperature_and_seed(target: Path, tmp_path: Path) -> 
 def fake(fail_after: int | None = None) -> Answerer:
     """Answers in reverse order, and dies where told to: what the shards and the resuming see of a real engine."""
 
-    def answer(requests: Sequence[Request], sampling: Sampling) -> Iterator[Answer]:
-        for count, r in enumerate(reversed(requests)):
+    def answer(waiting: deque[Request], sampling: Sampling) -> Iterator[Completion]:
+        for count, r in enumerate(reversed(waiting)):
             if count == fail_after:
                 raise PartFailedError("the engine died")
             ids = [int(r.prompt.id[:4], 16) % 272, 2]
             head = np.tile(np.arange(8, dtype=np.int32), (2, 1))
-            n, logp = len(r.prompt_ids), np.full((2, 8), -3, np.float32)
-            yield Answer(r.prompt, r.prompt_ids + ids, [(n, n + 2)], "stop", head, logp)
+            yield Completion(r, ids, "stop", head, np.full((2, 8), -3, np.float32))
 
     return answer
 
@@ -183,7 +183,7 @@ def test_prompts_that_cannot_be_answered(target: Path, tmp_path: Path) -> None:
     assert f"{first.prompt.id} with {len(first.prompt_ids)} tokens and max_tokens=16" in str(caught.value)
     tokenizer = load_tokenizer(target)
     tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
-    with pytest.raises(InputError, match=rf"prompt {texts(1)[0].id}: tiny's chat template refuses it \(no system mess"):
+    with pytest.raises(InputError, match=rf"prompt {texts(1)[0].id}: the target's chat template refuses it \(no system mess"):
         tokenize(texts(1), tokenizer, "tiny")
     tokenizer.chat_template = None
     with pytest.raises(InputError, match="tiny: no chat template"):
