@@ -183,7 +183,9 @@ def test_prompts_that_cannot_be_answered(target: Path, tmp_path: Path) -> None:
     assert f"{first.prompt.id} with {len(first.prompt_ids)} tokens and max_tokens=16" in str(caught.value)
     tokenizer = load_tokenizer(target)
     tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
-    with pytest.raises(InputError, match=rf"prompt {texts(1)[0].id}: the target's chat template refuses it \(no system mess"):
+    with pytest.raises(
+        InputError, match=rf"prompt {texts(1)[0].id}: the target's chat template refuses it \(no system mess"
+    ):
         tokenize(texts(1), tokenizer, "tiny")
     tokenizer.chat_template = None
     with pytest.raises(InputError, match="tiny: no chat template"):

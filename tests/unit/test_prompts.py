@@ -91,7 +91,10 @@ BAD = [
         b'{"messages": [{"role": "assistant", "content": "a"}]}\n',
         "{path}:1: messages[0] has role 'assistant' where 'user' is due",
     ),
-    (b'{"messages": [{"role": "system", "content": "a"}]}\n', "{path}:1: no user's message, so there is nothing to answer"),
+    (
+        b'{"messages": [{"role": "system", "content": "a"}]}\n',
+        "{path}:1: no user's message, so there is nothing to answer",
+    ),
 ]
 
 
