@@ -68,7 +68,7 @@ class Pool:
     endings: list[int]
     served_model: str | None
     sampling: Sampling  # top_logprobs alone is used before there are requests
-    probes: list[list[int]]
+    probes: list[Request]
     per_server: int
     patience: float
     headers: dict[str, str]
@@ -85,14 +85,14 @@ def open_servers(
     *,
     served_model: str | None,
     top_logprobs: int,
-    probes: Sequence[Sequence[int]],
+    probes: Sequence[Request],
     per_server: int = 64,
     patience: float = 120,
     api_key: str | None = None,
     note: Callable[[str], None] = lambda _: None,
 ) -> Iterator[tuple[Answerer, int | None, Callable[[], dict[str, Any]]]]:
     """Checks every server that answers, and yields the Answerer, the shortest context among them and what tells the counts
-    per server. `probes`: prompts of the work to come, on which all servers must agree; weights cannot be compared over HTTP.
+    per server. `probes`: some of the work to come, on which all servers must agree; weights cannot be compared over HTTP.
 
     Raises InputError where a server holds another model, tokenizer or too few log-probs; PartFailedError where none answers.
     A server that is down is left for later, and checked when it comes back.
@@ -104,7 +104,7 @@ def open_servers(
         ending_ids(target.path),
         served_model,
         Sampling(1, 1.0, top_logprobs, 0),
-        [list(p) for p in probes],
+        list(probes),
         per_server,
         patience,
         {"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -337,7 +337,7 @@ async def _check(http: httpx.AsyncClient, pool: Pool, server: Server) -> None:
         raise PartFailedError(f"{server.url}/v1/models: refused ({response.status_code}: {_said(response)})")
     model = _model_of(server.url, response.json().get("data") or [], pool)
     await _check_vocabulary(http, pool, server, str(model["id"]))
-    heads = [await _probe(http, pool, server, str(model["id"]), ids) for ids in pool.probes]
+    heads = [await _probe(http, pool, server, str(model["id"]), one) for one in pool.probes]
     server.heads = (
         heads  # nothing is awaited from here on: of two that are checked at once, the later one sees the other's
     )
@@ -374,9 +374,7 @@ def _model_of(url: str, models: Sequence[dict[str, Any]], pool: Pool) -> dict[st
 
 async def _check_vocabulary(http: httpx.AsyncClient, pool: Pool, server: Server, model: str) -> None:
     """The same segmentation of a text, and the same text of every id (fault D2)."""
-    wrong = (
-        f"{server.url}: {model} has another tokenizer than {pool.target} ({{}}): serve the target there, with its own"
-    )
+    wrong = f"{server.url}: {model} has another tokenizer than {pool.target} ({{}}): serve the target there, as it is"
     body = {"model": model, "prompt": PROBE, "add_special_tokens": False}
     theirs = (await _post(http, server, "/tokenize", body)).get("tokens")
     if theirs != pool.tokenizer.encode(PROBE, add_special_tokens=False):
@@ -390,14 +388,14 @@ async def _check_vocabulary(http: httpx.AsyncClient, pool: Pool, server: Server,
             raise InputError(wrong.format(f"its ids {part[0]} to {part[-1]} are other texts"))
 
 
-async def _probe(
-    http: httpx.AsyncClient, pool: Pool, server: Server, model: str, prompt_ids: list[int]
-) -> dict[int, float]:
-    """id -> probability: the head of the distribution after `prompt_ids`, the same at every temperature."""
-    request, k = Request(None, prompt_ids), pool.sampling.top_logprobs  # type: ignore[arg-type]
-    heads = []
+async def _probe(http: httpx.AsyncClient, pool: Pool, server: Server, model: str, request: Request) -> dict[int, float]:
+    """id -> probability: the head of the distribution after a prompt, the same at every temperature."""
+    heads, k = [], pool.sampling.top_logprobs
     for temperature in (1.0, 3.0):
-        body = _body(model, prompt_ids, pool.sampling, pool.endings) | {"max_tokens": 1, "temperature": temperature}
+        body = _body(model, request.prompt_ids, pool.sampling, pool.endings) | {
+            "max_tokens": 1,
+            "temperature": temperature,
+        }
         try:
             choice = (await _post(http, server, "/v1/completions", body))["choices"][0]
         except PartFailedError as e:

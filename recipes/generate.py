@@ -311,7 +311,7 @@ def _answering(
             tokenizer,
             served_model=config.served_model,
             top_logprobs=config.top_logprobs,
-            probes=[r.prompt_ids for r, _ in requests[:3] if not isinstance(r, Given)],
+            probes=[r for r, _ in requests[:3] if not isinstance(r, Given)],
             per_server=config.per_server,
             patience=config.patience,
             api_key=os.environ.get("VLLM_API_KEY"),
