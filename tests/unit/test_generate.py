@@ -272,3 +272,17 @@ def test_recipe_takes_a_users_file(target: Path, tmp_path: Path) -> None:
     assert stats["train"]["prompts"] == 2
     chats = [json.loads(m)[0]["content"] for m in open_answers(tmp_path / "o" / "train").data["messages"]]
     assert sorted(chats) == ["Hi", "Ho"]
+
+
+def test_recipe_holds_prompts_out(target: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "p.jsonl", tmp_path / "o"
+    file.write_text("".join(json.dumps({"prompt": f"word {i}"}) + "\n" for i in range(30)))
+    argv = [f"target={target}", f"out={out}", "backend=transformers", "top_logprobs=4", f"sets.train.prompts={file}",
+            "sets.train.max_tokens=2", "sets.train.heldout=5", "sets.train.limit=8"]  # fmt: skip
+    assert main(argv) == 0
+    train, held = (set(open_answers(out / name).data["id"]) for name in ("train", "train-heldout"))
+    assert (len(train), len(held), len(train & held)) == (8, 5, 0)
+    with pytest.raises(InputError, match=r"train\.heldout makes the set train-heldout, which is there already"):
+        main([*argv, f"sets.train-heldout.prompts={file}"])
+    with pytest.raises(InputError, match=r"sets\.train\.heldout: orders have a split of their own"):
+        main(words(target, tmp_path / "q", "sets.train.heldout=2"))
