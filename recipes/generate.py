@@ -264,7 +264,8 @@ def run(config: GenerateConfig, notes: Console) -> dict[str, dict[str, Any]]:
     if target.note:
         notes.print(target.note, markup=False)
     jobs = plan(config, target, notes)
-    open_run(config.out, config)
+    # a run goes on with other servers, or fewer at a time
+    open_run(config.out, config, free=("servers", "served_model", "per_server", "patience", "max_num_seqs"))
     todo = {job.name: unanswered(job) for job in jobs}
     asked = [job for job in jobs if not job.given]
     stats: dict[str, dict[str, Any]] = {}

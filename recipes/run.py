@@ -77,7 +77,8 @@ TRAIN = "train"  # the set that trains; every other set of `generate` is held ou
 def stages(config: RunConfig, where: str) -> list[Stage]:
     """Every stage with its whole config. Raises InputError with all faults of all stages before anything runs."""
     run, seed = config.run_dir, config.seed
-    sets = list(config.generate.get("sets", {}))
+    given_sets = config.generate.get("sets", {})
+    sets = [*given_sets, *(f"{name}-heldout" for name, one in given_sets.items() if (one or {}).get("heldout"))]
     if TRAIN not in sets or len(sets) < 2:
         raise InputError(f"{where}: generate.sets needs a set named {TRAIN} and at least one held-out set beside it")
     heldout = {name: str(run / "data" / name) for name in sets if name != TRAIN}

@@ -33,7 +33,7 @@ def said(prompt: list[int], body: dict[str, Any], weights: int) -> tuple[list[in
     rng, ids, listed = random.Random(f"{body.get('seed')} {prompt}"), list(prompt), []
     while len(ids) - len(prompt) < body["max_tokens"]:
         p = distribution(ids, weights)
-        drawn = rng.choices(range(tiny.ROWS), p ** (1 / (body["temperature"] or 1)))[0]
+        drawn = rng.choices(range(tiny.ROWS), (p ** (1 / (body["temperature"] or 1))).tolist())[0]
         taken = drawn if body["temperature"] else int(p.argmax())
         top = np.argsort(-p, kind="stable")[: body["logprobs"]].tolist()
         listed.append({i: float(np.log(max(p[i], 1e-30))) for i in [taken, *top]})

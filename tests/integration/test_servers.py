@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import distill.generate as module
+from distill import answers
 from distill.answers import open_answers
 from eval import server
 from pairing.errors import InputError, PartFailedError
@@ -100,9 +102,9 @@ def test_what_the_server_lacks_is_refused(target: Path, served: server.Server, a
         ("other", {}, r"serves target \(from .*tiny\), not .*other"),
         ("tiny", {"swap": (60, 61)}, "another tokenizer"),
     ):
-        wrong = tiny.folder(tmp_path / "models" / path, **kwargs)  # type: ignore[arg-type]
+        wrong = tiny.folder(tmp_path / "models" / path, **kwargs)
         with pytest.raises(InputError, match=says):
-            main(words(wrong, tmp_path / "b", asked, at))
+            main(words(wrong, tmp_path / f"out-{path}", asked, at))
     with pytest.raises(InputError, match=r"set a on these servers: .* longer than the context of 256 tokens"):
         main([*words(target, tmp_path / "c", asked, at, "sets.a.max_tokens=250"), "max_model_len=512"])
 
@@ -111,10 +113,8 @@ def test_a_server_that_is_killed_leaves_what_was_finished(
     target: Path, served: server.Server, asked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Last in this module: it kills the server, in the middle of a set, through the note that a shard was begun."""
-    import distill.generate as module
-
     monkeypatch.setattr(module, "SHARD_PROMPTS", 4)
-    real = module.write_shard
+    real = answers.write_shard
 
     def killing(*args: Any) -> Path:
         os.killpg(served.process.pid, signal.SIGKILL)
@@ -127,6 +127,5 @@ def test_a_server_that_is_killed_leaves_what_was_finished(
         main(words(target, tmp_path / "a", asked, f"servers=[{served.url}]", *more))
     assert time.monotonic() - began < 60
     monkeypatch.setattr(module, "write_shard", real)
-    assert main([*words(target, tmp_path / "a", asked, f"servers=[{served.url}]", *more), "--dry-run"]) == 0
-    held = sorted((tmp_path / "a" / "a" / "shards").iterdir())
-    assert len(held) >= 1
+    held = answers.shard_paths(tmp_path / "a" / "a")
+    assert held

@@ -26,7 +26,8 @@ from tests import tiny
 from tests.fake_server import FakeServer, Fault, real, reply, said, slow
 
 K, COUNT = 6, 40
-Handler, Body = BaseHTTPRequestHandler, dict[str, Any]
+Handler = BaseHTTPRequestHandler
+Body = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -325,6 +326,7 @@ def test_the_command_with_servers(
     found = open_answers(tmp_path / "o" / "x")
     assert found.meta["backend"] == "servers"
     assert main([*argv, "--json"]) == 0
+    assert main([*argv, f"servers=[{a.url}]", "per_server=2"]) == 0  # other servers may finish what these began
     for words, says in (
         ([f"servers=[{a.url}/v1]"], "a server is http://host:port, without a path"),
         (["sets.x.max_tokens=600"], "context of 512"),
