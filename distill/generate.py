@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from distill.answers import Answer, begin, complete, write_shard
 from distill.prompts import Prompt, Turns
 from distill.requests import Answerer, Request, Sampling, dtype
 from distill.turns import Text, converse
 from pairing.engine import engine, require_vllm
-from pairing.errors import InputError
+from pairing.errors import InputError, PartFailedError
 from pairing.files import digest_json, read_json
 from pairing.progress import bar
 from pairing.source import ModelSource
@@ -125,6 +127,7 @@ def record(job: Job, todo: int, chats: Iterable[list[Answer]]) -> dict[str, Any]
     try:
         with bar(f"answering {job.name}", len(job.requests), len(job.requests) - todo) as advance:
             for rows in chats:
+                _require_numbers(rows)
                 finished += rows
                 tokens += sum(row.supervised for row in rows)
                 advance(1, f"{tokens / (time.monotonic() - started):.0f} tok/s")
@@ -138,6 +141,16 @@ def record(job: Job, todo: int, chats: Iterable[list[Answer]]) -> dict[str, Any]
     run = {"prompts": todo, "answer_tokens": tokens, "seconds": round(seconds, 2)}
     rate = round(tokens / seconds, 1) if todo else None
     return complete(job.folder, {"last_run": {**run, "tokens_per_s": rate}})
+
+
+def _require_numbers(rows: Sequence[Answer]) -> None:
+    """A token that has no probability at all is -inf, so only the most likely one must be a number everywhere."""
+    for row in rows:
+        if not np.isfinite(row.head_logprobs_NK[:, 0]).all() or np.isnan(row.head_logprobs_NK).any():
+            raise PartFailedError(
+                f"prompt {row.prompt.id}: the target's distribution along its answer is not a number (NaN or infinite logits); "
+                "finished prompts are kept: try another dtype or back end, or leave that prompt out"
+            )
 
 
 @contextmanager

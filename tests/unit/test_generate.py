@@ -156,6 +156,22 @@ def test_finished_prompts_stay_when_the_engine_dies(target: Path, tmp_path: Path
     assert generate(stopped, unanswered(stopped), fake(fail_after=0)) == stats  # nothing to do: nothing is asked
 
 
+def test_logits_that_are_no_numbers_stop_it(target: Path, tmp_path: Path) -> None:
+    """What is unlikely without end (-inf) is fine; NaN is named with its prompt, and what was finished stays."""
+    one = job(target, tmp_path / "a", 10)
+
+    def broken(waiting: deque[Request], sampling: Sampling) -> Iterator[Completion]:
+        for count, done in enumerate(fake()(waiting, sampling)):
+            done.head_logprobs_NK[1, 5] = -np.inf
+            if count == 6:
+                done.head_logprobs_NK[1] = np.nan
+            yield done
+
+    with pytest.raises(PartFailedError, match=rf"prompt {one.requests[3].prompt.id}: .* is not a number"):
+        generate(one, unanswered(one), broken)
+    assert len(unanswered(one)) == 4
+
+
 def test_answers_made_otherwise_are_not_mixed_in(target: Path, tmp_path: Path) -> None:
     first = job(target, tmp_path / "a")
     generate(first, unanswered(first), fake())
