@@ -212,8 +212,8 @@ def statistics(folder: Path) -> dict[str, Any]:
     return {
         "prompts": len(prompt),
         "answers": sum(map(len, spans)),
-        "prompt_tokens": _spread(prompt),
-        "answer_tokens": _spread(answer),
+        "prompt_tokens": spread(prompt),
+        "answer_tokens": spread(answer),
         "stop": stops,
         "length": len(prompt) - stops,
         "tail_mass_mean": float(tail.mean()) if len(tail) else None,
@@ -231,8 +231,11 @@ def _meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def _spread(counts: NDArray[np.int_]) -> dict[str, float]:
-    return {"total": int(counts.sum()), "mean": round(float(counts.mean()), 2), "max": int(counts.max())}
+def spread(counts: NDArray[np.int_]) -> dict[str, float]:
+    """Total, mean, median, 90th percentile (both as lengths that occur) and largest."""
+    p50, p90 = np.quantile(counts, [0.5, 0.9], method="higher")
+    whole = {"total": int(counts.sum()), "mean": round(float(counts.mean()), 2)}
+    return whole | {"p50": int(p50), "p90": int(p90), "max": int(counts.max())}
 
 
 def _read(path: Path) -> pa.Table:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from distill.answers import Answer, begin, complete, write_shard
+from distill.prompts import Prompt, Turns
 from distill.requests import Answerer, Request, Sampling, dtype
+from distill.turns import Text, converse
 from pairing.engine import engine, require_vllm
-from pairing.errors import InputError
+from pairing.errors import InputError, PartFailedError
 from pairing.files import digest_json, read_json
 from pairing.progress import bar
 from pairing.source import ModelSource
@@ -22,14 +26,26 @@ SHARD_PROMPTS = 32  # a kill loses at most so many finished prompts
 
 
 @dataclass(frozen=True)
+class Given:
+    """A chat whose answers are given, as the texts that hold them: more than one where its template rewrites the history."""
+
+    prompt: Prompt
+    texts: list[Text]
+
+
+@dataclass(frozen=True)
 class Job:
     """One set of prompts and where its answers go."""
 
     name: str
     folder: Path
-    requests: list[Request]
+    requests: Sequence[Request | Given]  # to be answered, or answered already and to be scored
     sampling: Sampling
     meta: dict[str, Any]  # what the answers' meta.json says; answers made otherwise are not mixed in
+
+    @property
+    def given(self) -> bool:
+        return any(isinstance(one, Given) for one in self.requests)
 
 
 def choose_backend(backend: str) -> str:
@@ -44,22 +60,30 @@ def choose_backend(backend: str) -> str:
 def new_job(
     name: str,
     folder: Path,
-    requests: list[Request],
+    requests: Sequence[Request | Given],
     sampling: Sampling,
     *,
     target: dict[str, Any],
     rows: int,
     backend: str,
     prompts_source: str,
+    turns: Turns = "last",
+    tail_samples: int = 0,
+    sampled: dict[str, Any] | None = None,
 ) -> Job:
-    """`target` is pairing.pair.describe_model's answer; `rows` the config's vocab_size; `backend` as chosen."""
+    """`target` is pairing.pair.describe_model's answer; `rows` the config's vocab_size; `backend` as chosen. `sampled`: how
+    answers that are given were sampled, where that is known."""
     if sampling.top_logprobs > rows:
         raise InputError(f"top_logprobs={sampling.top_logprobs} is more than the target's {rows} vocabulary rows")
     meta = {
         "target": target,
         "rows": rows,
         "top_logprobs": sampling.top_logprobs,
-        "sampling": {k: v for k, v in asdict(sampling).items() if k in ("max_tokens", "temperature")},
+        "tail_samples": tail_samples,
+        "turns": turns,
+        "sampling": sampled
+        if sampled or turns == "given"
+        else {"max_tokens": sampling.max_tokens, "temperature": sampling.temperature},
         "seed": sampling.seed,
         "backend": backend,
         "dtype": dtype(),
@@ -70,16 +94,30 @@ def new_job(
     return Job(name, folder, requests, sampling, meta)
 
 
-def unanswered(job: Job) -> list[Request]:
+def unanswered(job: Job) -> list[Any]:
     """Opens the job's folder and returns what is still to be answered. Raises InputError as answers.begin does."""
     have = begin(job.folder, job.meta)
     return [r for r in job.requests if r.prompt.id not in have]
 
 
-def generate(job: Job, todo: Sequence[Request], answer: Answerer) -> dict[str, Any]:
-    """Answers `todo`, a shard at a time, marks the folder as complete and returns its statistics.
+def generate(
+    job: Job,
+    todo: Sequence[Request],
+    answer: Answerer,
+    tokenizer: Any = None,
+    context: int | None = None,
+    note: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Answers `todo`, marks the folder as complete and returns its statistics. The tokenizer, and the context that the back
+    end has, are needed for chats of several turns. `note` as for `converse`."""
+    return record(job, len(todo), converse(todo, job.sampling, answer, tokenizer, context, note))
 
-    Whatever ends it (an engine's death, Ctrl-C), finished prompts are on disk and a later run goes on from there.
+
+def record(job: Job, todo: int, chats: Iterable[list[Answer]]) -> dict[str, Any]:
+    """Writes the rows of `todo` chats, a shard at a time, marks the folder as complete and returns its statistics.
+
+    Whatever ends it (an engine's death, Ctrl-C), finished chats are on disk and a later run goes on from there. The rows of
+    a chat go into one shard, so that it is there as a whole or not at all.
     """
     held = read_json(job.folder / "meta.json")
     if not todo and held["complete"]:
@@ -87,21 +125,32 @@ def generate(job: Job, todo: Sequence[Request], answer: Answerer) -> dict[str, A
     started, tokens = time.monotonic(), 0
     finished: list[Answer] = []
     try:
-        with bar(f"answering {job.name}", len(job.requests), len(job.requests) - len(todo)) as advance:
-            for one in answer(todo, job.sampling):
-                finished.append(one)
-                tokens += one.supervised
+        with bar(f"answering {job.name}", len(job.requests), len(job.requests) - todo) as advance:
+            for rows in chats:
+                _require_numbers(rows)
+                finished += rows
+                tokens += sum(row.supervised for row in rows)
                 advance(1, f"{tokens / (time.monotonic() - started):.0f} tok/s")
-                if len(finished) == SHARD_PROMPTS:
+                if len(finished) >= SHARD_PROMPTS:
                     write_shard(job.folder, finished)
                     finished.clear()
     finally:
         if finished:
             write_shard(job.folder, finished)
     seconds = time.monotonic() - started
-    run = {"prompts": len(todo), "answer_tokens": tokens, "seconds": round(seconds, 2)}
+    run = {"prompts": todo, "answer_tokens": tokens, "seconds": round(seconds, 2)}
     rate = round(tokens / seconds, 1) if todo else None
     return complete(job.folder, {"last_run": {**run, "tokens_per_s": rate}})
+
+
+def _require_numbers(rows: Sequence[Answer]) -> None:
+    """A token that has no probability at all is -inf, so only the most likely one must be a number everywhere."""
+    for row in rows:
+        if not np.isfinite(row.head_logprobs_NK[:, 0]).all() or np.isnan(row.head_logprobs_NK).any():
+            raise PartFailedError(
+                f"prompt {row.prompt.id}: the target's distribution along its answer is not a number (NaN or infinite logits); "
+                "finished prompts are kept: try another dtype or back end, or leave that prompt out"
+            )
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Shape legend: B sequences in a batch, S positions, V vocabulary rows, K recorded
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,11 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distill.answers import Answer
-from distill.requests import Answerer, Request, Sampling, dtype, ending_ids, one_answer, request_seed
+from distill.requests import Answerer, Completion, Request, Sampling, dtype, ending_ids, request_seed
 from pairing.source import ModelSource, load_model
 
 BATCH = 32
+WINDOW = 16  # batches that are sorted by length together
 
 
 def open_transformers(target: ModelSource, *, max_num_seqs: int) -> Answerer:
@@ -24,19 +25,22 @@ def open_transformers(target: ModelSource, *, max_num_seqs: int) -> Answerer:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, endings = load_model(target.path, getattr(torch, dtype())).to(device).eval(), ending_ids(target.path)
 
-    def answer(requests: Sequence[Request], sampling: Sampling) -> Iterator[Answer]:
-        # alike lengths together: less padding; rows are read by id, so their order is free
-        ordered = sorted(requests, key=lambda r: len(r.prompt_ids))
+    def answer(waiting: deque[Request], sampling: Sampling) -> Iterator[Completion]:
         size = min(max_num_seqs, BATCH)
-        for start in range(0, len(ordered), size):
-            with torch.inference_mode():
-                batch = _answer_batch(model, ordered[start : start + size], sampling, endings)
-            yield from batch
+        while waiting:
+            # alike lengths together: less padding; rows are read by id, so their order is free. Not all at once, or no
+            # chat of several turns would be finished before every first turn is
+            taken = [waiting.popleft() for _ in range(min(len(waiting), WINDOW * size))]
+            ordered = sorted(taken, key=lambda r: len(r.prompt_ids))
+            for start in range(0, len(ordered), size):
+                with torch.inference_mode():
+                    batch = _answer_batch(model, ordered[start : start + size], sampling, endings)
+                yield from batch
 
     return answer
 
 
-def _answer_batch(model: Any, requests: Sequence[Request], sampling: Sampling, endings: list[int]) -> list[Answer]:
+def _answer_batch(model: Any, requests: Sequence[Request], sampling: Sampling, endings: list[int]) -> list[Completion]:
     """Finished sequences leave the batch, so their last pads cost nothing."""
     longest, size = max(len(r.prompt_ids) for r in requests), len(requests)
     ids_BS, mask_BS = torch.zeros(size, longest, dtype=torch.long), torch.zeros(size, longest, dtype=torch.long)
@@ -45,7 +49,7 @@ def _answer_batch(model: Any, requests: Sequence[Request], sampling: Sampling, e
         mask_BS[row, longest - len(r.prompt_ids) :] = 1
     ids_BS, mask_BS = ids_BS.to(model.device), mask_BS.to(model.device)
     position_BS = (mask_BS.cumsum(1) - 1).clamp(min=0)
-    draws = [torch.Generator().manual_seed(request_seed(sampling.seed, r.prompt.id)) for r in requests]
+    draws = [torch.Generator().manual_seed(request_seed(sampling.seed, r.key)) for r in requests]
     said: list[list[int]] = [[] for _ in requests]
     heads: list[list[tuple[NDArray[np.int32], NDArray[np.float32]]]] = [[] for _ in requests]
     alive, cache = list(range(size)), None
@@ -76,7 +80,7 @@ def _answer_batch(model: Any, requests: Sequence[Request], sampling: Sampling, e
         mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(keep), 1)], dim=1)
         position_BS = position_BS[:, -1:] + 1
     return [
-        one_answer(r, ids, "stop" if ids[-1] in endings else "length",
+        Completion(r, ids, "stop" if ids[-1] in endings else "length",
                    np.stack([i for i, _ in head]), np.stack([p for _, p in head]))
         for r, ids, head in zip(requests, said, heads, strict=True)
     ]  # fmt: skip

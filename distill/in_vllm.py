@@ -6,7 +6,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distill.answers import Answer
-from distill.requests import Answerer, Request, Sampling, dtype, ending_ids, one_answer, request_seed, text_config
+from distill.requests import Answerer, Completion, Request, Sampling, dtype, ending_ids, request_seed, text_config
 from pairing.engine import require_vllm
 from pairing.engine_env import cpu_engine_env
 from pairing.errors import PartFailedError
@@ -114,17 +114,18 @@ def _answerer(core: Any, endings: list[int], max_num_seqs: int, log: Path) -> An
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    def answer(requests: Sequence[Request], sampling: Sampling) -> Iterator[Answer]:
-        waiting, running = list(reversed(requests)), {r.prompt.id: r for r in requests}
+    def answer(waiting: deque[Request], sampling: Sampling) -> Iterator[Completion]:
+        running: dict[str, Request] = {}
         bad: dict[str, str] = {}
         try:
             while waiting or core.has_unfinished_requests():
                 # twice as many as run keeps the batch full; all at once would hold every prompt in two processes
                 while waiting and core.get_num_unfinished_requests() < 2 * max_num_seqs:
-                    request = waiting.pop()
+                    request = waiting.popleft()
+                    running[request.key] = request
                     params = SamplingParams(
                         temperature=sampling.temperature,
-                        seed=request_seed(sampling.seed, request.prompt.id) if sampling.temperature else None,
+                        seed=request_seed(sampling.seed, request.key) if sampling.temperature else None,
                         max_tokens=sampling.max_tokens,
                         stop_token_ids=endings,
                         logprobs=sampling.top_logprobs,
@@ -132,15 +133,15 @@ def _answerer(core: Any, endings: list[int], max_num_seqs: int, log: Path) -> An
                         detokenize=False,  # texts of 33 tokens a position would be made for nothing
                         output_kind=RequestOutputKind.FINAL_ONLY,
                     )
-                    core.add_request(request.prompt.id, {"prompt_token_ids": request.prompt_ids}, params)
+                    core.add_request(request.key, {"prompt_token_ids": request.prompt_ids}, params)
                 for output in core.step():
                     done = output.outputs[0]
                     if done.finish_reason not in ("stop", "length"):
                         bad[output.request_id] = str(done.finish_reason)
                         continue
-                    request, n = running[output.request_id], len(done.token_ids)
+                    request, n = running.pop(output.request_id), len(done.token_ids)
                     head = head_of(done.logprobs.token_ids, done.logprobs.logprobs, n)
-                    yield one_answer(request, list(done.token_ids), done.finish_reason, *head)
+                    yield Completion(request, list(done.token_ids), done.finish_reason, *head)
         except EngineDeadError as e:
             raise PartFailedError(
                 f"vLLM's engine died; finished prompts are kept, the same command goes on from there; its log: {log}"

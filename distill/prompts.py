@@ -1,13 +1,14 @@
-"""Prompts as chats, from a JSON Lines file, a data set, HumanEval or the demo's own generator; faults named by line."""
+"""Prompts as chats, from a JSON Lines or Parquet file, a data set, HumanEval or the demo's generator; faults named by line."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pairing.errors import InputError
 from pairing.files import digest_json
@@ -18,12 +19,18 @@ HUMANEVAL = "Complete this Python function. Answer with the code only.\n\n```pyt
 @dataclass(frozen=True)
 class Prompt:
     id: str  # first 16 hex digits of the sha256 of the messages' canonical JSON: equal chats have equal ids
-    messages: list[dict[str, str]]  # role and content; the last one is the user's
+    messages: list[dict[str, str]]  # role and content
     tags: dict[str, Any] = field(default_factory=dict)  # groups to report apart, e.g. {"seen": True}
 
 
 def prompt(messages: list[dict[str, str]], tags: dict[str, Any] | None = None) -> Prompt:
     return Prompt(digest_json(messages).removeprefix("sha256:")[:16], messages, tags or {})
+
+
+# What becomes of the assistant's turns of a chat. last: they stay, and the target answers the last user's message. every: the
+# target answers each user's message, so they go. given: they are the answers, and the target's distribution along them is
+# recorded.
+Turns = Literal["last", "every", "given"]
 
 
 def load_prompts(
@@ -33,13 +40,15 @@ def load_prompts(
     seed: int = 0,
     system: str | None = None,
     note: Callable[[str], None] = lambda _: None,
+    turns: Turns = "last",
 ) -> list[Prompt]:
     """At most `limit` different prompts of `source`, the same for the same seed on every machine.
 
-    source: "orders" (split train or test; limit needed), "humaneval", a .jsonl file (a line holds `prompt` or
-    `messages`), or a data set: a folder, or a name as `datasets` knows it ("owner/name" or "owner/name:config"), whose
-    rows hold `prompt` or `messages`; its split is "train" where none is given. Where there are more than `limit`,
-    `seed` decides which are taken; they keep their order. `system` goes before chats that have no system message.
+    source: "orders" (split train or test; limit needed), "humaneval", a .jsonl or .parquet file (a line or row holds
+    `prompt` or `messages`), or a data set: a folder, or a name as `datasets` knows it ("owner/name" or
+    "owner/name:config"), whose rows hold `prompt` or `messages`; its split is "train" where none is given. Where there are
+    more than `limit`, `seed` decides which are taken; they keep their order. `system` goes before chats that have no
+    system message. `turns` as above: the id is the digest of what is left of the chat.
     `note` is told what the user should know: duplicates left out, fewer prompts than asked for.
     Raises InputError, with the line or row, for anything that is no prompt.
     """
@@ -50,12 +59,73 @@ def load_prompts(
             raise InputError("prompts orders: the generator has no end: give limit=…, e.g. 600")
         from distill.orders import make_orders  # here, because orders are made of this module's prompts
 
+        if turns == "given":
+            raise InputError("prompts orders: they hold no answers to score: use answers=last")
         return make_orders(split or "train", limit, seed, system)
-    chats = _humaneval(split) if source == "humaneval" else _jsonl(source, split) if _is_jsonl(source) else None
+    if source == "humaneval":
+        chats: list[list[dict[str, str]]] | None = _humaneval(split)
+    elif Path(source).suffix != ".parquet" and _is_jsonl(source):
+        chats = _jsonl(source, split)
+    else:
+        chats = None
     if chats is None:
-        data = _data_set(source, split or "train")
-        return _pick(source, len(data), lambda i: _chat(data[i], f"{source}, row {i}"), limit, seed, system, note)
-    return _pick(source, len(chats), chats.__getitem__, limit, seed, system, note)
+        data = _data_set(source, split)
+
+        def chat(i: int) -> list[dict[str, str]]:
+            where = f"{source}, row {i}"
+            return _as_turns(_chat(data[i], where), turns, where)
+
+        return _pick(source, len(data), chat, limit, seed, system, note)
+    return _pick(
+        source, len(chats), lambda i: _as_turns(chats[i], turns, f"{source}, chat {i + 1}"), limit, seed, system, note
+    )
+
+
+def heldout_split(prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
+    """(the rest, about `count` prompts held out), each in its order; a pure function of the prompts' texts.
+
+    Prompts whose users' messages are equal but for case, punctuation, spaces and forms of letters are one group, which is never
+    parted. Groups are taken by the smallest digest of that text, so where the source grows, a prompt may go from held out to
+    the rest, never back: a drafter is not tested on what an earlier run trained it on. The last group may overshoot `count`.
+    Raises InputError where nothing would be left.
+    """
+    groups: dict[str, list[Prompt]] = {}
+    for one in prompts:
+        groups.setdefault(digest_json(plain_text(one)), []).append(one)
+    held: set[str] = set()
+    for key in sorted(groups):
+        if len(held) >= count:
+            break
+        held |= {one.id for one in groups[key]}
+    if len(held) == len(prompts):
+        raise InputError(f"heldout={count} of {len(prompts)} prompts leaves none to train on: hold out fewer")
+    return [one for one in prompts if one.id not in held], [one for one in prompts if one.id in held]
+
+
+def plain_text(one: Prompt) -> str:
+    """The users' messages in small letters and digits alone, a space between words."""
+    said = " ".join(message["content"] for message in one.messages if message["role"] == "user")
+    letters = "".join(c if c.isalnum() else " " for c in unicodedata.normalize("NFKC", said).casefold())
+    return " ".join(letters.split())
+
+
+def draw(prompts: Sequence[Prompt], limit: int | None, seed: int) -> list[Prompt]:
+    """At most `limit` of them, drawn by `seed`, in their order."""
+    if limit is None or limit >= len(prompts):
+        return list(prompts)
+    taken = random.Random(f"draftsmith prompts {seed}").sample(range(len(prompts)), limit)
+    return [prompts[i] for i in sorted(taken)]
+
+
+def _as_turns(messages: list[dict[str, str]], turns: Turns, where: str) -> list[dict[str, str]]:
+    """The chat that is asked. Raises InputError where there is no answer to score."""
+    if turns == "every":
+        return [m for m in messages if m["role"] != "assistant"]
+    if turns == "last":
+        return messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    if not any(m["role"] == "assistant" for m in messages):
+        raise InputError(f"{where}: no assistant's message, so there is no answer to score: use answers=every")
+    return messages if messages[-1]["role"] == "assistant" else messages[:-1]
 
 
 def _pick(
@@ -116,10 +186,8 @@ def _chat(row: Any, where: str) -> list[dict[str, str]]:
             f"{where}: messages[{len(roles) - len(turns) + wrong}] has role {turns[wrong]!r} where {expected[wrong]!r} "
             "is due: at most one system message, then user and assistant in turn"
         )
-    if roles[-1] != "user":
-        raise InputError(
-            f"{where}: the last message is {roles[-1]!r}, not the user's: leave it out, the target writes the answer"
-        )
+    if "user" not in roles:
+        raise InputError(f"{where}: no user's message, so there is nothing to answer")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
@@ -179,14 +247,23 @@ def _humaneval(split: str | None) -> list[list[dict[str, str]]]:
     ]
 
 
-def _data_set(source: str, split: str) -> Any:
-    """One split of a data set: a folder (saved by `datasets`, or with parquet or arrow files) or a name on the hub."""
+def _data_set(source: str, split: str | None) -> Any:
+    """One split of a data set: a folder (saved by `datasets`, or with parquet or arrow files), a parquet file, or a name on
+    the hub."""
     import datasets
 
     folder = Path(source).expanduser()
     name, _, config = source.partition(":")
+    if folder.suffix == ".parquet" and not folder.is_dir():
+        if not folder.is_file():
+            raise InputError(f"{source}: no such file")
+        if split is not None:
+            raise InputError(f"{source}: a prompt file has no splits: leave out split={split}")
+    split = split or "train"
     try:
-        if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        if folder.suffix == ".parquet" and folder.is_file():
+            data = datasets.Dataset.from_parquet(str(folder), keep_in_memory=False)
+        elif (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             data = datasets.load_from_disk(str(folder))
             if isinstance(data, datasets.DatasetDict):
                 if split not in data:

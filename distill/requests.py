@@ -1,8 +1,9 @@
-"""Prompts as the target's token ids, fitted into its context; and how they are to be answered."""
+"""Prompts as the target's token ids, fitted into its context; how they are to be answered, and what comes back."""
 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distill.answers import Answer
 from distill.prompts import Prompt
 from pairing.errors import InputError
 
@@ -28,43 +28,68 @@ class Sampling:
 @dataclass(frozen=True)
 class Request:
     prompt: Prompt
-    prompt_ids: list[int]
+    prompt_ids: list[int]  # of the whole chat up to where the answer begins
+    later: tuple[dict[str, str], ...] = ()  # the user's messages still to come, each to be answered too
+    turn: int = 0  # which answer of the chat this one is
+
+    @property
+    def key(self) -> str:
+        """A name of its own for every answer, from which its seed is made."""
+        return f"{self.prompt.id} {self.turn}" if self.turn else self.prompt.id
 
 
-# Answers requests in any order, each as soon as it is finished.
-Answerer = Callable[[Sequence[Request], Sampling], Iterator[Answer]]
+@dataclass(frozen=True)
+class Completion:
+    """What the target said to a request: `ids` [n] with the ending token where it ended by itself. K ids of the head."""
+
+    request: Request
+    ids: list[int]
+    finish_reason: str  # "stop" or "length"
+    head_ids_NK: NDArray[np.int32]
+    head_logprobs_NK: NDArray[np.float32]
 
 
-def one_answer(
-    request: Request,
-    ids: list[int],
-    finish_reason: str,
-    head_ids_NK: NDArray[np.int32],
-    head_logprobs_NK: NDArray[np.float32],
-) -> Answer:
-    """The row of a request and the `ids` that answer it."""
-    start = len(request.prompt_ids)
-    spans = [(start, start + len(ids))]
-    return Answer(request.prompt, request.prompt_ids + ids, spans, finish_reason, head_ids_NK, head_logprobs_NK)
+# Answers the requests that wait, in any order, each as soon as it is finished. Who takes a completion may put more into the
+# deque (the chat's next turn) before it asks for the next one.
+Answerer = Callable[[deque[Request], Sampling], Iterator[Completion]]
 
 
-def tokenize(prompts: Sequence[Prompt], tokenizer: Any, target: str) -> list[Request]:
-    """Each chat through the target's own template, up to where its answer begins.
+def tokenize(prompts: Sequence[Prompt], tokenizer: Any, target: str, every_turn: bool = False) -> list[Request]:
+    """Each chat through the target's own template, up to where its answer begins; where every turn is to be answered (the
+    prompts then hold the user's messages alone), up to where the first one does.
 
     Raises InputError where the target has no template, or its template refuses a chat.
     """
-    if not tokenizer.chat_template:
-        raise InputError(f"{target}: no chat template, so it cannot answer chats: give an instruction-tuned target")
+    require_template(tokenizer, target)
     requests = []
     for one in prompts:
-        try:
-            ids = tokenizer.apply_chat_template(
-                one.messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except Exception as e:  # templates raise what they like
-            raise InputError(f"prompt {one.id}: {target}'s chat template refuses it ({str(e).splitlines()[0]})") from e
-        requests.append(Request(one, list(ids)))
+        users = [at for at, message in enumerate(one.messages) if message["role"] == "user"]
+        before = users[0] + 1 if every_turn else len(one.messages)
+        ids = render(tokenizer, one.messages[:before], one.id)
+        requests.append(Request(one, ids, tuple(one.messages[before:])))
     return requests
+
+
+def require_template(tokenizer: Any, target: str) -> None:
+    if not tokenizer.chat_template:
+        raise InputError(f"{target}: no chat template, so it cannot answer chats: give an instruction-tuned target")
+
+
+def render(tokenizer: Any, messages: Sequence[dict[str, str]], id_: str, answer_next: bool = True) -> list[int]:
+    """The chat's token ids in the template of `tokenizer`, with the beginning of an answer where one comes next.
+
+    Raises InputError, naming the prompt, where the template refuses the chat.
+    """
+    try:
+        return list(
+            tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=answer_next, tokenize=True, return_dict=False
+            )
+        )
+    except Exception as e:  # templates raise what they like
+        raise InputError(
+            f"prompt {id_}: the target's chat template refuses it ({(str(e) or type(e).__name__).splitlines()[0]})"
+        ) from e
 
 
 def require_fit(requests: Sequence[Request], max_tokens: int, context: int | None, name: str) -> None:
@@ -98,9 +123,9 @@ def ending_ids(folder: Path) -> list[int]:
     return sorted({id_ for ids in found if ids is not None for id_ in (ids if isinstance(ids, list) else [ids])})
 
 
-def request_seed(seed: int, prompt_id: str) -> int:
-    """A seed per request, so that what is drawn does not depend on the batch or on where a run was stopped."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {prompt_id}".encode()).digest()[:4], "big")
+def request_seed(seed: int, key: str) -> int:
+    """A seed per answer, so that what is drawn does not depend on the batch or on where a run was stopped."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {key}".encode()).digest()[:4], "big")
 
 
 def dtype() -> str:

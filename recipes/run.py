@@ -77,7 +77,12 @@ TRAIN = "train"  # the set that trains; every other set of `generate` is held ou
 def stages(config: RunConfig, where: str) -> list[Stage]:
     """Every stage with its whole config. Raises InputError with all faults of all stages before anything runs."""
     run, seed = config.run_dir, config.seed
-    sets = list(config.generate.get("sets", {}))
+    asked = config.generate.get("sets", {})
+    # a set may have others held out of it, which become a set too
+    sets = [
+        *asked,
+        *(f"{name}-heldout" for name in asked if isinstance(asked[name], dict) and asked[name].get("heldout")),
+    ]
     if TRAIN not in sets or len(sets) < 2:
         raise InputError(f"{where}: generate.sets needs a set named {TRAIN} and at least one held-out set beside it")
     heldout = {name: str(run / "data" / name) for name in sets if name != TRAIN}

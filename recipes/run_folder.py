@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "pe
             "vllm-bnb-plugin", "tokenizers", "safetensors", "numpy")  # fmt: skip
 
 
-def open_run(out: Path, config: Strict) -> bool:
+def open_run(out: Path, config: Strict, free: Sequence[str] = ()) -> bool:
     """Makes `out` this config's run folder and returns whether it was so already (then: resume).
 
+    The keys in `free` change how the work is done, not what comes out: they may differ from those of the run that is there.
     Raises InputError where `out` holds another config's run, or anything that is no run at all.
     """
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
@@ -32,6 +34,9 @@ def open_run(out: Path, config: Strict) -> bool:
             return True
         old, new = yaml.safe_load(held.read_text(encoding="utf-8")), yaml.safe_load(text)
         keys = [k for k in {**(old or {}), **new} if (old or {}).get(k) != new.get(k)]
+        if set(keys) <= set(free):
+            write_text(held, text)
+            return True
         raise InputError(
             f"{out} holds another run (its config differs in {', '.join(keys)}): "
             "name another folder, or delete that one to start over"

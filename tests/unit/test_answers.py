@@ -75,7 +75,7 @@ def test_read_back(tmp_path: Path) -> None:
         np.testing.assert_allclose(row["tail_mass"], exact, atol=1e-7)
     assert found.meta["stats"]["stop"] == 2
     assert found.meta["stats"]["length"] == 1
-    assert found.meta["stats"]["answer_tokens"] == {"total": 15, "mean": 5.0, "max": 5}
+    assert found.meta["stats"]["answer_tokens"] == {"total": 15, "mean": 5.0, "p50": 5, "p90": 5, "max": 5}
 
 
 def test_a_head_without_tail_and_a_token_without_probability(tmp_path: Path) -> None:

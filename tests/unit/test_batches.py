@@ -11,6 +11,7 @@ import torch
 
 from distill.answers import Answers, open_answers
 from distill.batches import Rows, answer_lengths, check_rows, collate, micro_batches, to_device, windows
+from distill.prompts import prompt
 from distill.student import freeze, require_plain_head, supervised_hidden
 from pairing.errors import InputError
 from tests import tiny
@@ -84,6 +85,16 @@ def test_two_answers_in_a_row(target: Path, tmp_path: Path) -> None:
     plain = replace(batch, shared=0)
     model = tiny.model(layers=2).double()
     torch.testing.assert_close(supervised_hidden(model, batch), supervised_hidden(model, plain), rtol=1e-5, atol=1e-5)
+
+
+def test_what_rows_share_ends_before_their_first_answer(target: Path, tmp_path: Path) -> None:
+    """Two conversations that differ in their last token only: still none of the supervised columns is shared."""
+    (one,) = two_turns([(6, 5)])
+    other = replace(one, prompt=prompt([{"role": "user", "content": "again"}]), input_ids=[*one.input_ids[:-1], 7])
+    batch = collate(
+        check_rows(open_answers(store(tmp_path / "a", [one, other], target)), "data", **LIMITS), np.arange(2)
+    )
+    assert batch.shared == batch.column_N.min() == 19
 
 
 def test_spans_or_draws_that_cannot_be(target: Path, tmp_path: Path) -> None:

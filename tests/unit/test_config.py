@@ -189,6 +189,10 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
         open_run(out, DemoConfig(target="y", train=Inner(steps=3)))
     assert (out / "metrics.jsonl").read_text() == "{}\n"
     assert open_run(out, DemoConfig(target="x")) is True
+    assert open_run(out, DemoConfig(target="y"), free=("target",)) is True
+    with pytest.raises(InputError, match=r"differs in target, train"):
+        open_run(out, DemoConfig(target="x", train=Inner(steps=3)), free=("target",))
+    assert open_run(out, DemoConfig(target="y")) is True
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

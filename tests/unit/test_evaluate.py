@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from accelerate import Accelerator
 
-from distill.evaluate import PromptScore, compare, groups, replay_prompts, summary, verdict
+from distill.answers import open_answers
+from distill.batches import check_rows
+from distill.evaluate import PromptScore, compare, groups, replay_prompts, score_prompts, summary, verdict
 from pairing.acceptance import acceptance_length_of
+from pairing.source import load_model
+from tests import tiny
+from tests.stored_answers import store, two_turns
 
 
 def score(i: int, accepted: list[int], **tags: Any) -> PromptScore:
@@ -43,6 +51,29 @@ def test_no_round_runs_from_one_answer_into_the_next() -> None:
     assert found.acceptance_length == pytest.approx(1 + 2 / 4)
     weights = np.array([[2.0, 0.0], [1.0, 1.0]])
     assert acceptance_length_of(found, weights).tolist() == pytest.approx([1 + 1 / 3, 1 + 2 / 4])
+
+
+def test_scores_of_a_row_are_its_answers_one_by_one(tmp_path: Path) -> None:
+    """w against the drafter's plain argmax over the whole row."""
+    target = tiny.folder(tmp_path / "target")
+    model = load_model(target)
+    rows_of = {a.prompt.id: a for a in two_turns([(3, 5), (9, 1), (1, 4)])}
+    # some tokens are the drafter's own choice, so that w is not always 0
+    for one in rows_of.values():
+        for start, end in one.spans:
+            for at in range(start, end, 2):
+                logits = model(torch.tensor([one.input_ids[:at]])).logits[0, -1, : tiny.REAL_TOKENS]
+                one.input_ids[at] = int(logits.argmax())
+    answers = open_answers(store(tmp_path / "a", list(rows_of.values()), target))
+    rows = check_rows(answers, "data", rows=tiny.ROWS, real=tiny.REAL_TOKENS, context=512)
+    found = score_prompts(Accelerator(cpu=True), model, rows, batch_size=2, chunk=4)
+    assert [s.id for s in found] == sorted(rows_of)
+    for s in found:
+        one = rows_of[s.id]
+        guess = model(torch.tensor([one.input_ids])).logits[0, :, : tiny.REAL_TOKENS].argmax(-1).tolist()
+        expected = [[int(guess[t - 1] == one.input_ids[t]) for t in range(*span)] for span in one.spans]
+        assert s.accepted == expected
+        assert any(map(any, expected))
 
 
 def test_figures_that_do_not_exist_are_null_and_the_whole_is_strict_json() -> None:

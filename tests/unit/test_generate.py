@@ -1,7 +1,8 @@
 """Answering prompts: checks before any work, shards that survive a failure, and rows that say what the target thinks."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import pytest
 import torch
 
 import distill.generate as module
-from distill.answers import Answer, open_answers, shard_paths
+from distill.answers import open_answers, shard_paths
 from distill.generate import Job, choose_backend, generate, new_job, open_target, unanswered
 from distill.in_vllm import head_of
 from distill.prompts import Prompt, prompt
-from distill.requests import Answerer, Request, Sampling, ending_ids, require_fit, tokenize
+from distill.requests import Answerer, Completion, Request, Sampling, ending_ids, require_fit, tokenize
 from pairing.errors import InputError, PartFailedError
 from pairing.pair import describe_model
 from pairing.source import load_model, load_tokenizer, resolve
@@ -128,14 +129,13 @@ def test_sampling_follows_temperature_and_seed(target: Path, tmp_path: Path) -> 
 def fake(fail_after: int | None = None) -> Answerer:
     """Answers in reverse order, and dies where told to: what the shards and the resuming see of a real engine."""
 
-    def answer(requests: Sequence[Request], sampling: Sampling) -> Iterator[Answer]:
-        for count, r in enumerate(reversed(requests)):
+    def answer(waiting: deque[Request], sampling: Sampling) -> Iterator[Completion]:
+        for count, r in enumerate(reversed(waiting)):
             if count == fail_after:
                 raise PartFailedError("the engine died")
             ids = [int(r.prompt.id[:4], 16) % 272, 2]
             head = np.tile(np.arange(8, dtype=np.int32), (2, 1))
-            n, logp = len(r.prompt_ids), np.full((2, 8), -3, np.float32)
-            yield Answer(r.prompt, r.prompt_ids + ids, [(n, n + 2)], "stop", head, logp)
+            yield Completion(r, ids, "stop", head, np.full((2, 8), -3, np.float32))
 
     return answer
 
@@ -154,6 +154,22 @@ def test_finished_prompts_stay_when_the_engine_dies(target: Path, tmp_path: Path
     generate(whole, unanswered(whole), fake())
     assert open_answers(stopped.folder).data.to_list() == open_answers(whole.folder).data.to_list()
     assert generate(stopped, unanswered(stopped), fake(fail_after=0)) == stats  # nothing to do: nothing is asked
+
+
+def test_logits_that_are_no_numbers_stop_it(target: Path, tmp_path: Path) -> None:
+    """What is unlikely without end (-inf) is fine; NaN is named with its prompt, and what was finished stays."""
+    one = job(target, tmp_path / "a", 10)
+
+    def broken(waiting: deque[Request], sampling: Sampling) -> Iterator[Completion]:
+        for count, done in enumerate(fake()(waiting, sampling)):
+            done.head_logprobs_NK[1, 5] = -np.inf
+            if count == 6:
+                done.head_logprobs_NK[1] = np.nan
+            yield done
+
+    with pytest.raises(PartFailedError, match=rf"prompt {one.requests[3].prompt.id}: .* is not a number"):
+        generate(one, unanswered(one), broken)
+    assert len(unanswered(one)) == 4
 
 
 def test_answers_made_otherwise_are_not_mixed_in(target: Path, tmp_path: Path) -> None:
@@ -183,7 +199,9 @@ def test_prompts_that_cannot_be_answered(target: Path, tmp_path: Path) -> None:
     assert f"{first.prompt.id} with {len(first.prompt_ids)} tokens and max_tokens=16" in str(caught.value)
     tokenizer = load_tokenizer(target)
     tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
-    with pytest.raises(InputError, match=rf"prompt {texts(1)[0].id}: tiny's chat template refuses it \(no system mess"):
+    with pytest.raises(
+        InputError, match=rf"prompt {texts(1)[0].id}: the target's chat template refuses it \(no system mess"
+    ):
         tokenize(texts(1), tokenizer, "tiny")
     tokenizer.chat_template = None
     with pytest.raises(InputError, match="tiny: no chat template"):
@@ -270,3 +288,17 @@ def test_recipe_takes_a_users_file(target: Path, tmp_path: Path) -> None:
     assert stats["train"]["prompts"] == 2
     chats = [json.loads(m)[0]["content"] for m in open_answers(tmp_path / "o" / "train").data["messages"]]
     assert sorted(chats) == ["Hi", "Ho"]
+
+
+def test_recipe_holds_prompts_out(target: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "p.jsonl", tmp_path / "o"
+    file.write_text("".join(json.dumps({"prompt": f"word {i}"}) + "\n" for i in range(30)))
+    argv = [f"target={target}", f"out={out}", "backend=transformers", "top_logprobs=4", f"sets.train.prompts={file}",
+            "sets.train.max_tokens=2", "sets.train.heldout=5", "sets.train.limit=8"]  # fmt: skip
+    assert main(argv) == 0
+    train, held = (set(open_answers(out / name).data["id"]) for name in ("train", "train-heldout"))
+    assert (len(train), len(held), len(train & held)) == (8, 5, 0)
+    with pytest.raises(InputError, match=r"train\.heldout makes the set train-heldout, which is there already"):
+        main([*argv, f"sets.train-heldout.prompts={file}"])
+    with pytest.raises(InputError, match=r"sets\.train\.heldout: orders have a split of their own"):
+        main(words(target, tmp_path / "q", "sets.train.heldout=2"))

@@ -37,6 +37,13 @@ def test_stages_are_joined_by_paths() -> None:
     assert {by_name[n]["seed"] for n in ("generate", "distill", "measure")} == {3}
 
 
+def test_prompts_held_out_of_the_training_set_are_a_set_of_their_own() -> None:
+    sets = {"train": {"prompts": "my.jsonl", "heldout": 50}}
+    by_name = {s.name: s for s in stages(shipped(run_dir="r", generate={"sets": sets}, measure={}), "demo")}
+    assert by_name["distill"].config.model_dump(mode="json")["heldout"] == {"train-heldout": "r/data/train-heldout"}
+    assert by_name["generate"].made == [Path("r/data/train/meta.json"), Path("r/data/train-heldout/meta.json")]
+
+
 def test_all_faults_of_all_stages_at_once() -> None:
     with pytest.raises(InputError) as e:
         stages(shipped(init={"layer": [0]}, distill={"minutes": 1, "lrr": 2}, measure={"repeats": 0}), "p.yaml")

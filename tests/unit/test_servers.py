@@ -1,0 +1,335 @@
+"""Servers elsewhere, against scripted ones (tests/fake_server.py): what is lost when they fail, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import distill.in_servers as module
+from distill.answers import open_answers
+from distill.generate import Job, generate, new_job, unanswered
+from distill.in_servers import completion_of, open_servers
+from distill.prompts import prompt
+from distill.requests import Request, Sampling, request_seed, tokenize
+from pairing.errors import InputError, PartFailedError
+from pairing.pair import describe_model
+from pairing.source import load_tokenizer, resolve
+from recipes.generate import main
+from tests import tiny
+from tests.fake_server import FakeServer, Fault, real, reply, said, slow
+
+K, COUNT = 6, 40
+Handler = BaseHTTPRequestHandler
+Body = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.folder(tmp_path_factory.mktemp("target") / "tiny")
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeServer]]:
+    monkeypatch.setattr(module, "REST_S", 0.05)
+    servers: list[FakeServer] = []
+
+    def start(fault: Fault | None = None, **kwargs: Any) -> FakeServer:
+        servers.append(FakeServer(fault, **kwargs))
+        return servers[-1]
+
+    yield start
+    for one in servers:
+        one.stop()
+
+
+def job(target: Path, out: Path, count: int = COUNT, temperature: float = 0.0) -> Job:
+    words = load_tokenizer(target)
+    asked = [prompt([{"role": "user", "content": f"{i} " + "word " * (i % 5)}]) for i in range(count)]
+    described = describe_model(resolve(str(target)))
+    return new_job("a", out, tokenize(asked, words, "tiny"), Sampling(6, temperature, K, 0), target=described,
+                   rows=tiny.ROWS, backend="servers", prompts_source="texts")  # fmt: skip
+
+
+def answered(target: Path, one: Job, *servers: FakeServer | str, **kwargs: Any) -> dict[str, Any]:
+    """Runs the job on these servers and returns the counts per server."""
+    urls = [s if isinstance(s, str) else s.url for s in servers]
+    more: dict[str, Any] = {"per_server": 4, "patience": 5, "served_model": None, **kwargs}
+    probes = [r for r in one.requests[:2] if isinstance(r, Request)]
+    with open_servers(
+        urls, resolve(str(target)), load_tokenizer(target), top_logprobs=K, probes=probes, **more
+    ) as opened:
+        generate(one, unanswered(one), opened[0])
+        return opened[2]()
+
+
+def rows_of(one: Job) -> list[dict[str, Any]]:
+    return list(open_answers(one.folder).data)
+
+
+def expected(one: Job) -> dict[str, tuple[list[int], list[dict[int, float]]]]:
+    """What any of the scripted servers says, worked out here."""
+    found = {}
+    for r in one.requests:
+        assert isinstance(r, Request)
+        seed = request_seed(0, r.key) if one.sampling.temperature else None
+        body = {
+            "max_tokens": 6,
+            "temperature": one.sampling.temperature,
+            "logprobs": K,
+            "stop_token_ids": [2],
+            "seed": seed,
+        }
+        found[r.prompt.id] = said(r.prompt_ids, body, 0)
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_are_what_the_servers_said(
+    target: Path, tmp_path: Path, serve: Callable[..., FakeServer], temperature: float
+) -> None:
+    """Ids, ends and heads, whether the token taken is in the head or not; nothing depends on who answered when."""
+    one, other = (
+        job(target, tmp_path / "a", temperature=temperature),
+        job(target, tmp_path / "b", temperature=temperature),
+    )
+    a, b, c = serve(), serve(slow(0.01)), serve()
+    counts = answered(target, one, a, b)
+    answered(target, other, c)
+    assert rows_of(one) == rows_of(other)
+    assert sum(s["answered"] for s in counts.values()) == COUNT
+    assert all(s["answered"] > 5 and s["retries"] == 0 for s in counts.values())
+    assert a.most_at_once <= 4
+    outside, right = 0, expected(one)
+    for row in rows_of(one):
+        ids, listed = right[row["id"]]
+        start, end = row["spans"]
+        assert row["input_ids"][start:end] == ids
+        assert row["finish_reason"] == ("stop" if ids[-1] == 2 else "length")
+        for n, entries in enumerate(listed):
+            top = sorted(entries.items(), key=lambda pair: -pair[1])[:K]
+            assert row["head_ids"][n * K : (n + 1) * K] == [i for i, _ in top]
+            np.testing.assert_allclose(row["head_logprobs"][n * K : (n + 1) * K], [p for _, p in top], rtol=1e-3)
+            outside += len(entries) > K
+    assert (outside > 5) == (temperature > 0)
+
+
+def dies(after: int) -> Fault:
+    def fault(server: FakeServer, body: Body, handler: Handler) -> bool:
+        if not real(body) or len(server.asked) < after:
+            return False
+        server.die(handler)
+        return True
+
+    return fault
+
+
+def test_a_server_that_dies_in_the_middle_loses_nothing(
+    target: Path, tmp_path: Path, serve: Callable[..., FakeServer]
+) -> None:
+    one, whole = job(target, tmp_path / "a"), job(target, tmp_path / "b")
+    dead, alive = serve(dies(15)), serve(slow(0.02))
+    counts = answered(target, one, dead, alive)
+    assert counts[dead.url]["retries"] >= 1
+    assert counts[dead.url]["answered"] < 20
+    assert sum(s["answered"] for s in counts.values()) == COUNT
+    answered(target, whole, serve())
+    assert rows_of(one) == rows_of(whole)
+
+
+def test_a_dead_server_is_tried_again(target: Path, tmp_path: Path, serve: Callable[..., FakeServer]) -> None:
+    """Down at first: the others begin. It comes back in the middle and works along, once it is checked."""
+    late = serve()
+    late.stop()
+    started: list[float] = []
+
+    def wakes(server: FakeServer, body: Body, handler: Handler) -> bool:
+        if len(server.asked) == 20:
+            late.start()
+            started.append(time.monotonic())
+        return slow(0.05)(server, body, handler)
+
+    notes: list[str] = []
+    counts = answered(target, job(target, tmp_path / "a", 120), late, serve(wakes), note=notes.append)
+    assert started
+    assert counts[late.url]["answered"] > 5
+    assert notes
+    assert notes[0].startswith(f"{late.url} does not answer (ConnectError")
+
+
+def test_all_dead_ends_it_and_the_next_run_goes_on(
+    target: Path, tmp_path: Path, serve: Callable[..., FakeServer]
+) -> None:
+    one = job(target, tmp_path / "a")
+    dead = serve(dies(25))
+    began = time.monotonic()
+    with pytest.raises(PartFailedError, match=r"no server has answered for 1 s \(http.*finished prompts are kept"):
+        answered(target, one, dead, patience=0.6)
+    assert time.monotonic() - began < 8
+    left = len(unanswered(one))
+    assert 15 <= COUNT - left < COUNT
+    second = serve()
+    counts = answered(target, one, second)
+    assert counts[second.url]["answered"] == left  # nothing is asked twice
+    whole = job(target, tmp_path / "b")
+    answered(target, whole, serve())
+    assert rows_of(one) == rows_of(whole)
+
+
+def test_errors_that_pass_are_retried(target: Path, tmp_path: Path, serve: Callable[..., FakeServer]) -> None:
+    """Every third request fails once: 500, 503 without JSON, 429 with a time, an answer that was aborted."""
+
+    def flaky(server: FakeServer, body: Body, handler: Handler) -> bool:
+        n = len(server.asked)
+        if not real(body) or n % 3:
+            return False
+        if n % 4 == 0:
+            reply(handler, 500, {"error": {"message": "EngineCore encountered an issue"}})
+        elif n % 4 == 1:
+            reply(handler, 503, b"upstream down")
+        elif n % 4 == 2:
+            reply(handler, 429, {"error": "full"}, retry_after="0")
+        else:
+            aborted = server.answer(body)
+            aborted["choices"][0]["finish_reason"] = "abort"
+            reply(handler, 200, aborted)
+        return True
+
+    one = job(target, tmp_path / "a")
+    server = serve(flaky)
+    counts = answered(target, one, server)[server.url]
+    assert counts["answered"] == COUNT
+    assert counts["retries"] >= 10
+    assert counts["last_error"]
+    whole = job(target, tmp_path / "b")
+    answered(target, whole, serve())
+    assert rows_of(one) == rows_of(whole)
+
+
+def test_one_poisonous_prompt_does_not_turn_for_ever(
+    target: Path, tmp_path: Path, serve: Callable[..., FakeServer]
+) -> None:
+    one = job(target, tmp_path / "a")
+    bad = one.requests[7]
+    assert isinstance(bad, Request)
+
+    def chokes(server: FakeServer, body: Body, handler: Handler) -> bool:
+        if real(body) and body["prompt"] == bad.prompt_ids:
+            reply(handler, 500, {"error": {"message": "cannot"}})
+            return True
+        return False
+
+    with pytest.raises(PartFailedError, match=rf"prompt {bad.prompt.id} failed 6 times, the last with 500: cannot"):
+        answered(target, one, serve(chokes), serve(chokes))
+    assert len(unanswered(one)) < COUNT
+
+
+def test_a_refusal_is_one_line_and_no_retry(target: Path, tmp_path: Path, serve: Callable[..., FakeServer]) -> None:
+    def refuses(server: FakeServer, body: Body, handler: Handler) -> bool:
+        if real(body) and len(server.asked) > 20:
+            reply(handler, 400, {"error": {"message": "The decoder prompt is longer than the maximum"}})
+            return True
+        return False
+
+    one = job(target, tmp_path / "a")
+    server = serve(refuses)
+    with pytest.raises(PartFailedError, match=r"/v1/completions: refused \(400: The decoder prompt is longer") as e:
+        answered(target, one, server)
+    assert "\n" not in str(e.value)
+    assert len(server.asked) <= 20 + 2 * 4  # those in flight
+    assert 0 < len(unanswered(one)) < COUNT
+
+
+def changed(**parts: Any) -> Fault:
+    def fault(server: FakeServer, body: Body, handler: Handler) -> bool:
+        answer = server.answer(body)
+        answer["choices"][0] |= parts
+        reply(handler, 200, answer)
+        return True
+
+    return fault
+
+
+def test_wrong_servers_are_refused_before_any_work(
+    target: Path, tmp_path: Path, serve: Callable[..., FakeServer]
+) -> None:
+    one = job(target, tmp_path / "a")
+    swapped, more, processed = serve(), serve(max_logprobs=5), serve()
+    order = tiny.tokenizer().get_vocab()
+    swapped.words = tiny.tokenizer(swap=(order["e"], order["f"]))
+    processed.processed = True
+    other_ids = serve()
+    # the same segmentation of the probe's text, but two ids that it does not hold are exchanged
+    other_ids.words = tiny.tokenizer(swap=(order["Q"], order["Z"]))
+    keyed = changed(logprobs={"top_logprobs": [{"the": -1.0}]})
+    cases: list[tuple[list[FakeServer], dict[str, Any], type[Exception], str]] = [
+        ([serve(root="other")], {}, InputError, r"serves served \(from /models/other\), not .*tiny: .*served_model="),
+        (
+            [serve()],
+            {"served_model": "mine"},
+            InputError,
+            r"serves no model 'mine': it serves served \(from /models/tiny\)",
+        ),
+        ([swapped], {}, InputError, r"another tokenizer than .*\(it segments a text otherwise\)"),
+        ([other_ids], {}, InputError, r"another tokenizer than .*\(its ids 0 to 258 are other texts\)"),
+        ([more], {}, InputError, r"gives fewer than top_logprobs=6 log-probs: start it with --max-logprobs 6"),
+        (
+            [processed],
+            {},
+            InputError,
+            r"not those of the untouched distribution: start it with --logprobs-mode raw_logpro",
+        ),
+        ([serve(), serve(weights=1)], {}, InputError, r"apart \(total variation\): they hold different weights"),
+        ([serve(changed(prompt_token_ids=[1, 2]))], {}, PartFailedError, r"came back as others: something between"),
+        ([serve(changed(token_ids=None))], {}, PartFailedError, r"0 token ids and log-probs for 1 positions"),
+        ([serve(keyed)], {}, PartFailedError, r"not keyed by token id"),
+    ]
+    for servers, more_, error, says in cases:
+        with pytest.raises(error, match=says) as e:
+            answered(target, one, *servers, **more_)
+        assert "\n" not in str(e.value)
+        assert len(unanswered(one)) == COUNT
+    answered(target, one, serve(root="other"), served_model="served")  # by its name there
+    with pytest.raises(PartFailedError, match=r"no server answers \(http://127.0.0.1:9: ConnectError"):
+        answered(target, job(target, tmp_path / "b"), "http://127.0.0.1:9", patience=0.3)
+
+
+def test_a_position_with_too_few_log_probs() -> None:
+    choice = {"finish_reason": "stop", "token_ids": [5], "logprobs": {"top_logprobs": [{"token_id:5": -0.1}]}}
+    request = Request(prompt([{"role": "user", "content": "x"}]), [1])
+    with pytest.raises(PartFailedError, match="1 log-probs at a position, not 3"):
+        completion_of(request, choice, 3, "http://s")
+
+
+def test_the_command_with_servers(
+    target: Path, tmp_path: Path, serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two turns; what a kill left is gone on with; counts per server at the end; longer than a server's context is refused."""
+    file = tmp_path / "p.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    file.write_text(
+        "".join(json.dumps({"messages": [*turns[:2], turns[2] | {"content": f"c {i}"}]}) + "\n" for i in range(9))
+    )
+    a, b = serve(), serve()
+    argv = [f"target={target}", f"out={tmp_path / 'o'}", "top_logprobs=6", f"sets.x.prompts={file}", "sets.x.max_tokens=5",
+            f"servers=[{a.url}, {b.url}/]"]  # fmt: skip
+    assert main([*argv, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["sets"]["x"]["answers"] == 18
+    assert err.count(" tokens, 0 retries") == 2
+    found = open_answers(tmp_path / "o" / "x")
+    assert found.meta["backend"] == "servers"
+    assert main([*argv, "--json"]) == 0
+    assert main([*argv, f"servers=[{a.url}]", "per_server=2"]) == 0  # other servers may finish what these began
+    for words, says in (
+        ([f"servers=[{a.url}/v1]"], "a server is http://host:port, without a path"),
+        (["sets.x.max_tokens=600"], "context of 512"),
+    ):
+        with pytest.raises(InputError, match=says):
+            main([*argv[:1], f"out={tmp_path / 'q'}", *argv[2:], *words])
