@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import broadcast_object_list
 
 from distill.batches import Batch, Ints, Rows, collate, windows
 from distill.checkpoint import load_checkpoint, save_checkpoint
@@ -31,12 +31,12 @@ from distill.losses import LOSSES, Loss, jsd
 from distill.objective import DraftSampling, Weight, require_losses, weights_at
 from distill.on_policy import continued
 from distill.parallel import (
-    Kind,
     Named,
     Prepared,
     backward,
     deepspeed_config,
     equal_graphs,
+    kind_of,
     passes,
     prepare,
     sum_gradients,
@@ -238,11 +238,6 @@ def ready(
     config = deepspeed_config(zero, settings.batch_size, settings.clip) if kind == "deepspeed" else None
     prepared = prepare(kind, model, loss_of, partial(optimizer_of, settings), config)
     return Run(accelerator, model, rows, settings, signal, head, prepared)
-
-
-def kind_of(accelerator: Accelerator) -> Kind:
-    kinds: dict[Any, Kind] = {DistributedType.FSDP: "fsdp2", DistributedType.DEEPSPEED: "deepspeed"}
-    return kinds.get(accelerator.distributed_type, "replicated")
 
 
 def window_gradients(run: Run, window: Ints, weights: Mapping[str, float], step: int) -> dict[str, float]:

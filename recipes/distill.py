@@ -26,7 +26,6 @@ if __package__ in (None, ""):  # launched by path: sys.path[0] is recipes/, wher
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from pydantic import Field, model_validator
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
@@ -38,6 +37,7 @@ from distill.checkpoint import Which, load_weights
 from distill.evaluate import compare, score_prompts, verdict
 from distill.guards import supervised_or_stop, tracker
 from distill.objective import Weight, auto
+from distill.parallel import kind_of
 from distill.signals import Target, online
 from distill.student import Trainable, freeze
 from distill.train import Send, Settings, fit, steps_of
@@ -50,19 +50,10 @@ from pairing.source import load_model, load_tokenizer, resolve
 from recipes.config import Strict, guarded, parse
 from recipes.run_folder import open_run
 
-SUPPORTED = (
-    DistributedType.NO,
-    DistributedType.MULTI_CPU,
-    DistributedType.MULTI_GPU,
-    DistributedType.FSDP,
-    DistributedType.DEEPSPEED,
-)
+_WHICH: dict[str, Which] = {"last": "newest", "best": "best"}
 
 
 Points = float | list[tuple[float, float]]
-
-
-_WHICH: dict[str, Which] = {"last": "newest", "best": "best"}
 
 
 class LossWeights(Strict):
@@ -262,7 +253,7 @@ def _student(config: DistillConfig) -> Any:
     if config.trainable in ("all", "layers"):
         return load_model(config.draft)
     model = load_in_4bit(config.draft) if config.trainable == "qlora" else load_model(config.draft)
-    attach(model, **config.lora.model_dump())
+    attach(model, **config.lora.model_dump(), seed=config.seed)
     return model
 
 
@@ -275,8 +266,9 @@ def _trained(config: DistillConfig, accelerator: Accelerator, heldout: dict[str,
     if config.trainable in ("all", "layers"):
         return model, said
     plain = merged(model, config.draft).float().to(accelerator.device)  # never into 4-bit weights (fault D17)
+    real = next(iter(heldout.values())).real if heldout else None
     texts = [rows.data[i]["input_ids"] for rows in heldout.values() for i in range(min(8, len(rows)))]
-    return plain, said | ({"merge_drift": drift(model, plain, texts)} if texts else {})
+    return plain, said | ({"merge_drift": drift(model, plain, texts, real)} if texts else {})
 
 
 def _tracker(config: DistillConfig, accelerator: Accelerator, notes: Console) -> tuple[Send, Callable[[], None]]:
@@ -318,12 +310,9 @@ def _accelerator(config: DistillConfig) -> Accelerator:
         )
     cpu = not torch.cuda.is_available()
     accelerator = Accelerator(cpu=cpu, log_with=None if config.tracker == "none" else config.tracker)
-    if accelerator.distributed_type not in SUPPORTED or accelerator.mixed_precision not in ("no", "bf16"):
-        raise InputError(
-            f"accelerate is set to {accelerator.distributed_type.value} with mixed_precision "
-            f"{accelerator.mixed_precision}: distill runs on one process, several CPU processes or GPUs, FSDP or DeepSpeed, "
-            "in no or bf16 precision"
-        )
+    kind_of(accelerator)
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise InputError(f"mixed_precision {accelerator.mixed_precision}: distill trains in no or bf16 precision")
     if cpu:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(config.threads or max(1, cores // accelerator.num_processes))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from distill.adapters import attach, check_reload, drift, load_in_4bit, merged
 from distill.batches import Batch
-from distill.head import head_loss
+from distill.head import Head, head_loss
 from distill.losses import Signal
 from distill.student import require_plain_head, supervised_hidden
 from pairing.errors import InputError, PartFailedError
@@ -72,7 +72,7 @@ def test_the_loop_sees_the_adapters_as_the_models_own_forward_does(tied: bool, v
     require_plain_head(model, some)
     gradients = []
     chunked, _ = head_loss(
-        hidden_NH, model.get_output_embeddings().weight, some.signal, {"cross_entropy": 1.0}, tiny.ROWS, 16
+        hidden_NH, model.get_output_embeddings().weight, some.signal, {"cross_entropy": 1.0}, Head(tiny.ROWS, 16)
     )
     whole = torch.nn.functional.cross_entropy(theirs_NV, some.signal.answer_N, reduction="sum")
     torch.testing.assert_close(chunked, whole, rtol=1e-4, atol=1e-4)
@@ -134,7 +134,7 @@ def test_padding_rows_stay_as_they_were() -> None:
         optimizer.zero_grad()
         weight_VH = model.get_output_embeddings().weight
         hidden_NH = supervised_hidden(model, some)
-        head_loss(hidden_NH, weight_VH, some.signal, {"cross_entropy": 1.0}, tiny.REAL_TOKENS, 16)[0].backward()
+        head_loss(hidden_NH, weight_VH, some.signal, {"cross_entropy": 1.0}, Head(tiny.REAL_TOKENS, 16))[0].backward()
         optimizer.step()
     after = model.get_output_embeddings().weight
     assert torch.equal(after[tiny.REAL_TOKENS :], before[tiny.REAL_TOKENS :])
