@@ -95,3 +95,9 @@ def test_limits() -> None:
     for wrong in ("12", "1.0", "0", "-3ms", "fast", "ms", "nan", ""):
         with pytest.raises(InputError, match=r"such as 0\.15, or a time, such as 12ms"):
             parse_limit(wrong)
+
+
+def test_a_target_of_few_layers() -> None:
+    """All its layers are the two that are measured; noise must not make two answers of that."""
+    chosen, tried = choose_steps([WIDE], SIZES[:1], 2, Limit(3.4, "ms"), 3.5, lambda w: [3.3 for _ in w])
+    assert (chosen.layers, len(tried)) == (2, 1)
