@@ -75,23 +75,25 @@ def choose_steps(
     if whole <= limit.value:
         raise InputError(f"draft_step: the target itself takes {whole:.4g} {limit.unit} a step: give less than that")
     tried: list[Tried] = []
-    points = [
-        (0, 0.0)
-    ]  # parameters and cost; the first guess, a line through the origin, is too hopeful, so no width is missed
-    few, more = min(FEW, of), min(MORE, of)
-    at, predicted = 0, None
+    # parameters and cost; the first guess, a line through the origin, is too hopeful, so that no width is missed
+    points = [(0, 0.0)]
+    few, more, at = min(FEW, of), min(MORE, of), 0
+    predicted: float | None = None
     while True:
-        wanted = [few] if at == 0 else sorted({few, more})
-        costs = dict(zip(wanted, measure([(n, shapes[at]) for n in wanted]), strict=True))
-        tried += [Tried(n, shapes[at], cost, predicted if n == few else None) for n, cost in costs.items()]
-        if costs[few] <= limit.value:
+        cost = measure([(few, shapes[at])])[0]
+        tried.append(Tried(few, shapes[at], cost, predicted))
+        if cost <= limit.value:
             break
-        points.append((sizes[at], costs[few]))
+        points.append((sizes[at], cost))
         below = [i for i in range(at + 1, len(shapes)) if _line(points[-2:], sizes[i]) <= limit.value]
         if not below or len(points) > MOST_WIDTHS:
             raise _too_slow(tried, limit, len(shapes))
         at, predicted = below[0], _line(points[-2:], sizes[below[0]])
-    tried += _more_layers(shapes[at], costs | ({of: whole} if at == 0 else {}), of, limit, measure)
+    costs = {of: whole, few: cost} if at == 0 else {few: cost}
+    if at and more > few:
+        costs[more] = measure([(more, shapes[at])])[0]
+        tried.append(Tried(more, shapes[at], costs[more], None))
+    tried += _more_layers(shapes[at], costs, of, limit, measure)
     good = [t for t in tried if t.shape == shapes[at] and t.cost <= limit.value]
     return max(good, key=lambda t: t.layers), tried
 
@@ -130,12 +132,13 @@ def _too_slow(tried: Sequence[Tried], limit: Limit, widths: int) -> InputError:
 
 
 def fit_step(
-    target: ModelSource, limit: Limit, timer: Timer, narrower: bool, dtype: str | None = None
+    target: ModelSource, limit: Limit, timer: Timer, narrower: bool
 ) -> tuple[list[int], Width | None, dict[str, Any]]:
     """Evenly spaced layers, the width (None: the target's) and what was measured, for pair.json.
 
-    `narrower`: whether widths below the target's may be taken. Raises InputError where nothing is fast enough,
-    PartFailedError where nothing can be measured.
+    `narrower`: whether widths below the target's may be taken. All run in the target's type, as vLLM serves a drafter,
+    whatever type it is stored in. Raises InputError where nothing is fast enough, PartFailedError where nothing can be
+    measured.
     """
     config = read_json(target.path / "config.json")
     of, old = int(config["num_hidden_layers"]), shape_of(config)
@@ -143,14 +146,13 @@ def fit_step(
 
     def plan(count: int, shape: Shape) -> dict[str, Any]:
         layers = spaced(count, of) if of > 1 else [0]
-        return plan_init(target, layers, dtype, None if shape == old else Width(shape))
+        return plan_init(target, layers, None, None if shape == old else Width(shape))
 
-    whole = config if dtype is None else config | {"dtype": dtype}
-    own = timer([whole])[0]
+    own = timer([config])[0]
     times: dict[tuple[int, Shape], tuple[StepTime, StepTime]] = {}  # the target's beside it, and its own
 
     def measure(wanted: Sequence[tuple[int, Shape]]) -> list[float]:
-        first, *rest = timer([whole, *(plan(*w)["config"] for w in wanted)])
+        first, *rest = timer([config, *(plan(*w)["config"] for w in wanted)])
         times.update((w, (first, time)) for w, time in zip(wanted, rest, strict=True))
         return [limit.of(time) for time in rest]
 

@@ -173,7 +173,7 @@ def run(config: InitConfig) -> dict[str, Any]:
         log = config.out.with_name(f"{config.out.name}.draft_step.log")
         limit, narrower = parse_limit(config.draft_step), config.answers is not None
         with open_timer(os.environ, log) as timer:
-            layers, width, measured = fit_step(target, limit, timer, narrower, config.dtype)
+            layers, width, measured = fit_step(target, limit, timer, narrower)
         steps = {"draft_step": measured}
     else:
         layers, width = shape(config, target)

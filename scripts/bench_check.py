@@ -70,7 +70,8 @@ def once(words: list[str]) -> tuple[float, float, str]:
 def main(tokens: int, times: int = 5) -> int:
     """The whole command in a new process, and beside it, in turns, the imports that any use of a tokenizer needs.
 
-    The goal is held against processor seconds: they are the clock's on a machine that does nothing else.
+    The goal is held against processor seconds, which are the clock's on a machine that does nothing else, and against what
+    the check adds to those imports: they take longer than it does, and are not ours.
     """
     with tempfile.TemporaryDirectory() as temp:
         target, same, other = (folder(Path(temp) / name, tokens) for name in ("target", "same", "other"))
@@ -94,8 +95,9 @@ def main(tokens: int, times: int = 5) -> int:
             f"{tokens} tokens, {name}: {median(cpus):.2f} s of processor time ({min(cpus):.2f} to {max(cpus):.2f}), "
             f"{median(walls):.2f} s by the clock ({min(walls):.2f} to {max(walls):.2f}), {times} runs"
         )
-    worst = max(median(cpu for _, cpu in runs) for runs in taken.values())
-    print(f"{worst / GOAL_S:.2f} of the goal of {GOAL_S:.0f} s")
+    imports, *checks = (median(cpu for _, cpu in runs) for runs in taken.values())
+    worst = max(checks) - imports
+    print(f"{worst:.2f} s beyond the imports, {worst / GOAL_S:.2f} of the goal of {GOAL_S:.0f} s")
     return 0 if worst < GOAL_S else 1
 
 

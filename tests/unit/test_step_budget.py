@@ -52,7 +52,7 @@ def test_a_miss_takes_a_smaller_one() -> None:
     missed = [t for t in tried if t.cost > 10.0]
     assert missed, "the first guess was to miss"
     assert all(t.predicted is not None and t.predicted <= 10.0 for t in missed)
-    assert 2 <= chosen.layers <= 6
+    assert chosen.layers == 5, "from the line through 2 and the miss, 10"
     assert chosen.cost <= 10.0
     assert len(tried) <= 8
 
@@ -95,3 +95,9 @@ def test_limits() -> None:
     for wrong in ("12", "1.0", "0", "-3ms", "fast", "ms", "nan", ""):
         with pytest.raises(InputError, match=r"such as 0\.15, or a time, such as 12ms"):
             parse_limit(wrong)
+
+
+def test_a_target_of_few_layers() -> None:
+    """All its layers are the two that are measured; noise must not make two answers of that."""
+    chosen, tried = choose_steps([WIDE], SIZES[:1], 2, Limit(3.4, "ms"), 3.5, lambda w: [3.3 for _ in w])
+    assert (chosen.layers, len(tried)) == (2, 1)
