@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +135,8 @@ def record(job: Job, todo: int, chats: Iterable[list[Answer]]) -> dict[str, Any]
                     write_shard(job.folder, finished)
                     finished.clear()
     finally:
+        if isinstance(chats, Generator):  # what is still out at a server is called back before its connection goes
+            chats.close()
         if finished:
             write_shard(job.folder, finished)
     seconds = time.monotonic() - started

@@ -1,7 +1,8 @@
 """The target answers on vLLM servers elsewhere: one client, many nodes, and nothing lost when one of them dies.
 
 Prompts go as token ids and answers come back as token ids; log-probabilities are keyed `token_id:N`, so no text is ever
-tokenised again. A server that fails rests, longer each time, and is then tried with one request; what it held goes to the others.
+tokenised again. A server that fails rests, longer each time, and is asked for its health before it gets more; what it held
+goes to the others.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class Busy(Exception):
 class Server:
     url: str
     model: str = ""  # its name for the target, once it is checked
+    up: bool = True  # as far as is known
     in_flight: int = 0
-    failures: int = 0  # in a row
+    failures: int = 0  # in a row, those of requests that were out together counted once
     rests_until: float = 0.0
     answered: int = 0
     tokens: int = 0
@@ -52,10 +54,17 @@ class Server:
     last_error: str = ""
     heads: list[dict[int, float]] = field(default_factory=list)
 
-    def fail(self, error: str, rest_s: float | None = None) -> None:
-        self.failures, self.retries, self.last_error = self.failures + 1, self.retries + 1, error
+    def fail(self, error: Exception) -> None:
+        full = isinstance(error, Busy) and error.full
+        self.up, self.retries = self.up and full, self.retries + 1
+        self.last_error = str(error) if isinstance(error, Busy) else f"{type(error).__name__} {error}".strip()
+        now = time.monotonic()
+        if now < self.rests_until:
+            return
+        self.failures += 1
         rest = min(LONGEST_REST_S, REST_S * 2 ** min(self.failures - 1, 10)) * random.uniform(0.8, 1.2)
-        self.rests_until = time.monotonic() + (rest if rest_s is None else rest_s)
+        asked = error.rest_s if isinstance(error, Busy) else None
+        self.rests_until = now + (rest if asked is None else asked)
 
 
 @dataclass
@@ -67,14 +76,14 @@ class Pool:
     tokenizer: Any
     endings: list[int]
     served_model: str | None
-    sampling: Sampling  # top_logprobs alone is used before there are requests
+    top_logprobs: int
     probes: list[Request]
     per_server: int
     patience: float
     headers: dict[str, str]
     note: Callable[[str], None]
     context: int | None = None  # the shortest of the servers
-    alive: float = 0.0  # when one last answered
+    down_since: float | None = None  # when the last of them went down
 
 
 @contextmanager
@@ -103,7 +112,7 @@ def open_servers(
         tokenizer,
         ending_ids(target.path),
         served_model,
-        Sampling(1, 1.0, top_logprobs, 0),
+        top_logprobs,
         list(probes),
         per_server,
         patience,
@@ -171,10 +180,10 @@ def _answers(
 ) -> Iterator[Completion]:
     """The loop runs only while the caller waits; meanwhile answers wait in the sockets."""
     tasks: set[asyncio.Task[Completion]] = set()
-    pool.alive = time.monotonic()
+    pool.down_since = None
     try:
         while waiting or tasks:
-            while waiting and len(tasks) < pool.per_server * len(pool.servers):
+            while waiting and len(tasks) < sum(pool.per_server if s.up else 1 for s in pool.servers):
                 tasks.add(loop.create_task(_one(http, pool, waiting.popleft(), sampling)))
             done, tasks = loop.run_until_complete(_first(tasks))
             failed = None
@@ -206,9 +215,12 @@ async def _one(http: httpx.AsyncClient, pool: Pool, request: Request, sampling: 
         server = await _free(pool)
         server.in_flight += 1
         try:
+            if not server.up:
+                await _require_health(http, server)
             if not server.model:
                 await _check(http, pool, server)
-            body = _body(server.model, request.prompt_ids, sampling, pool.endings) | {
+            server.up = True
+            body = _body(server.model, request.prompt_ids, sampling.top_logprobs, pool.endings) | {
                 "max_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature,
                 "seed": request_seed(sampling.seed, request.key) if sampling.temperature else None,
@@ -216,7 +228,7 @@ async def _one(http: httpx.AsyncClient, pool: Pool, request: Request, sampling: 
             choice = (await _post(http, server, "/v1/completions", body))["choices"][0]
             done = completion_of(request, choice, sampling.top_logprobs, server.url)
         except (httpx.TransportError, Busy) as e:
-            server.fail(_reason(e), e.rest_s if isinstance(e, Busy) else None)
+            server.fail(e)
             errors += isinstance(e, Busy) and not e.full
             if errors >= MOST_ERRORS:
                 raise PartFailedError(
@@ -227,35 +239,39 @@ async def _one(http: httpx.AsyncClient, pool: Pool, request: Request, sampling: 
         finally:
             server.in_flight -= 1
         server.failures, server.answered, server.tokens = 0, server.answered + 1, server.tokens + len(done.ids)
-        pool.alive = time.monotonic()
         return done
 
 
+async def _require_health(http: httpx.AsyncClient, server: Server) -> None:
+    response = await http.get(f"{server.url}/health", timeout=CONNECT_S)
+    if response.status_code != 200:
+        raise Busy(f"/health says {response.status_code}")
+
+
 async def _free(pool: Pool) -> Server:
-    """The least busy server that may be asked. One that failed is asked with a single request. Raises PartFailedError where
-    none has answered for too long."""
+    """One that is down and has rested, to see whether it is back; else the least busy. Raises PartFailedError where all have
+    been down for too long."""
     while True:
         now = time.monotonic()
-        able = [
-            s for s in pool.servers if now >= s.rests_until and s.in_flight < (1 if s.failures else pool.per_server)
-        ]
+        pool.down_since = None if any(s.up for s in pool.servers) else pool.down_since or now
+        able = [s for s in pool.servers if now >= s.rests_until and s.in_flight < (pool.per_server if s.up else 1)]
         if able:
-            return min(able, key=lambda s: (s.failures > 0, s.in_flight))
-        if now - pool.alive > pool.patience and all(s.failures for s in pool.servers):
+            return min(able, key=lambda s: (s.up, s.in_flight))
+        if pool.down_since is not None and now - pool.down_since > pool.patience:
             errors = "; ".join(f"{s.url}: {s.last_error}" for s in pool.servers[:4])
             raise PartFailedError(
                 f"no server has answered for {pool.patience:.0f} s ({errors}); finished prompts are kept, the same command "
                 "goes on from there"
             )
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)
 
 
-def _body(model: str, prompt_ids: Sequence[int], sampling: Sampling, endings: Sequence[int]) -> dict[str, Any]:
+def _body(model: str, prompt_ids: Sequence[int], top_logprobs: int, endings: Sequence[int]) -> dict[str, Any]:
     """What every request says. All sampling is pinned, or the model's own generation config would change it (fault D23)."""
     return {
         "model": model,
         "prompt": list(prompt_ids),
-        "logprobs": sampling.top_logprobs,
+        "logprobs": top_logprobs,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
         "stop_token_ids": list(endings),
@@ -282,10 +298,6 @@ async def _post(http: httpx.AsyncClient, server: Server, path: str, body: dict[s
     except json.JSONDecodeError:
         raise Busy(f"{path}: an answer that is no JSON") from None
     return found
-
-
-def _reason(e: Exception) -> str:
-    return str(e) if isinstance(e, Busy) else f"{type(e).__name__} {e}".strip()
 
 
 def _said(response: httpx.Response) -> str:
@@ -321,7 +333,7 @@ async def _try(check: Coroutine[Any, Any, None], server: Server) -> InputError |
     try:
         await check
     except (httpx.TransportError, Busy) as e:
-        server.fail(_reason(e))
+        server.fail(e)
     except (InputError, PartFailedError) as e:
         return e
     return None
@@ -352,7 +364,7 @@ async def _check(http: httpx.AsyncClient, pool: Pool, server: Server) -> None:
     length = model.get("max_model_len")
     if length:
         pool.context = min(pool.context or length, length)
-    server.model, server.failures = str(model["id"]), 0
+    server.model, server.up, server.failures = str(model["id"]), True, 0
 
 
 def _model_of(url: str, models: Sequence[dict[str, Any]], pool: Pool) -> dict[str, Any]:
@@ -390,9 +402,9 @@ async def _check_vocabulary(http: httpx.AsyncClient, pool: Pool, server: Server,
 
 async def _probe(http: httpx.AsyncClient, pool: Pool, server: Server, model: str, request: Request) -> dict[int, float]:
     """id -> probability: the head of the distribution after a prompt, the same at every temperature."""
-    heads, k = [], pool.sampling.top_logprobs
+    heads, k = [], pool.top_logprobs
     for temperature in (1.0, 2.0):  # vLLM takes at most 2
-        body = _body(model, request.prompt_ids, pool.sampling, pool.endings) | {
+        body = _body(model, request.prompt_ids, pool.top_logprobs, pool.endings) | {
             "max_tokens": 1,
             "temperature": temperature,
         }

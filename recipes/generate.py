@@ -83,7 +83,7 @@ class GenerateConfig(Strict):
     per_server: int = Field(default=64, ge=1)
     """requests in flight at each server"""
     patience: float = Field(default=120, gt=0)
-    """seconds without any server that answers before giving up; what is finished stays"""
+    """seconds with every server down before giving up; what is finished stays"""
     max_model_len: int | None = Field(default=None, ge=2)
     """the longest prompt and answer together, at most the target's own context, which is the default"""
     max_num_seqs: int = Field(default=96, ge=1)

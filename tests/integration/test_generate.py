@@ -20,10 +20,11 @@ from rich.console import Console
 
 from distill.answers import open_answers, shard_paths
 from distill.generate import SHARD_PROMPTS, Job, generate, open_target, unanswered
-from distill.requests import Answerer
+from distill.prompts import prompt
+from distill.requests import Answerer, Sampling, tokenize
 from pairing.errors import PartFailedError
 from pairing.files import read_json
-from pairing.source import resolve
+from pairing.source import load_tokenizer, resolve
 from recipes.config import parse
 from recipes.generate import GenerateConfig, plan
 from tests import tiny
@@ -116,9 +117,9 @@ def in_vllm(target: Path, jobs: list[Job], tmp_path_factory: pytest.TempPathFact
         yield answer
 
 
-def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+def same(one: list[dict[str, Any]], other: list[dict[str, Any]], count: int = COUNT) -> None:
     """Same answers and same ends; heads equal up to float16's rounding; tails up to float32's."""
-    assert len(one) == len(other) == COUNT
+    assert len(one) == len(other) == count
     for a, b in zip(one, other, strict=True):
         for key in ("id", "messages", "input_ids", "spans", "finish_reason"):
             assert a[key] == b[key], key
@@ -159,6 +160,23 @@ def test_vllm_and_transformers_record_the_same(
     ) as answer:
         generate(other, unanswered(other), answer)
     same(open_answers(whole.folder).data.to_list(), open_answers(other.folder).data.to_list())
+
+
+def test_several_turns_in_vllm_and_in_transformers(target: Path, tmp_path: Path, in_vllm: Answerer) -> None:
+    """Later turns go in while other chats are still being answered; rows are the same in both."""
+    words = load_tokenizer(target)
+    chats = [prompt([{"role": "user", "content": f"{i} {n}"} for n in range(1 + i % 3)]) for i in range(24)]
+    requests = tokenize(chats, words, "tiny", every_turn=True)
+    sampling = Sampling(max_tokens=16, temperature=0.0, top_logprobs=8, seed=0)
+    one, other = (Job(name, tmp_path / name, requests, sampling, {"top_logprobs": 8}) for name in "ab")
+    generate(one, unanswered(one), in_vllm, words, 256)
+    with open_target(
+        "transformers", resolve(str(target)), context=256, top_logprobs=8, max_num_seqs=32, log=tmp_path / "log"
+    ) as answer:
+        generate(other, unanswered(other), answer, words, 256)
+    found = open_answers(one.folder)
+    assert found.meta["stats"]["answers"] == 8 * (1 + 2 + 3)
+    same(found.data.to_list(), open_answers(other.folder).data.to_list(), len(found.data))
 
 
 def test_draws_follow_their_seeds_and_not_the_batch(jobs: list[Job], tmp_path: Path, in_vllm: Answerer) -> None:

@@ -21,7 +21,7 @@ from pairing.errors import InputError, PartFailedError
 from recipes.generate import main
 from tests import tiny
 
-COUNT, K = 40, 8
+COUNT, K = 24, 8
 
 
 @pytest.fixture(scope="module")

@@ -98,6 +98,13 @@ def test_draws_follow_the_tail_and_make_unbiased_sums() -> None:
         assert p[s, outside].sum() * f[ids[s]].mean() == pytest.approx((p[s, outside] * f[outside]).sum(), rel=0.05)
 
 
+def test_the_smallest_number_draws_the_first_id_outside_the_head() -> None:
+    """Ids 0 and 1 are the head: an id without probability outside it is never drawn, by 0 neither, nor by all but 1."""
+    logits = torch.tensor([[9.0, 8.0, 1.0, 0.0, -2.0, 8.5]])
+    *_, ids, _ = head_and_tail(logits, 3, np.array([[0.0, 1 - 2**-53]]))
+    assert ids.tolist() == [[2, 4]]
+
+
 def test_a_head_that_holds_everything_has_no_tail(target: Path) -> None:
     with pytest.raises(InputError, match="holds the whole vocabulary of 259 ids"):
         scored(target, given(target, 2), top_logprobs=259)
