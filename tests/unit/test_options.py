@@ -10,7 +10,7 @@ import torch
 
 from distill.answers import open_answers
 from distill.batches import Batch, check_rows, collate
-from distill.options import checkpoint_layers, decoder_autocast
+from distill.options import checkpoint_layers, compile_layers, decoder_autocast
 from distill.student import freeze, supervised_hidden
 from tests import tiny
 from tests.stored_answers import made_up, store
@@ -70,3 +70,12 @@ def test_bf16_is_for_the_matrix_products_alone(batch: Batch) -> None:
     assert not torch.equal(rough, exact)
     torch.testing.assert_close(rough.float(), exact, rtol=0.1, atol=0.1)
     assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_layers_are_compiled_one_by_one_when_they_first_run() -> None:
+    """Compiling itself takes a minute and more on a busy machine: docs/scale.md has what it gave."""
+    model = tiny.model()
+    compile_layers(model)
+    assert all(layer._compiled_call_impl is not None for layer in model.model.layers)
+    assert model.model._compiled_call_impl is None
+    assert list(model.state_dict()) == list(tiny.model().state_dict())  # no renamed weights
