@@ -1,0 +1,33 @@
+"""Options of a training step that trade time for memory or accuracy for speed; measured in docs/scale.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Gradient checkpointing: layers keep their input alone and run once more in the backward pass.
+
+    transformers drops the KV cache while it is on, so batches must not share their prefix (`parallel.equal_graphs`). Not
+    reentrant, so that a frozen embedding needs no gradient of its own. Only in training mode; evaluation is as before.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def compile_layers(model: Any) -> None:
+    """torch.compile, a layer at a time: the layers are alike, so one compilation serves all; lengths stay variable.
+
+    The whole decoder would be compiled anew for the shared prefix's cache, and again for each form of batch.
+    """
+    for layer in model.get_decoder().layers:
+        layer.compile(dynamic=True)
+
+
+def decoder_autocast(device: torch.device, bf16: bool) -> torch.autocast:
+    """bf16 for the decoder's matrix products; weights, head and loss stay float32.
+
+    Ours and not `accelerator.autocast()`, which does nothing under DeepSpeed, whose bf16 would turn the weights to 16 bits.
+    """
+    return torch.autocast(device.type, torch.bfloat16, enabled=bf16)

@@ -1,0 +1,81 @@
+"""Options of a step: the same gradients where they should be, and what they change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from distill.answers import open_answers
+from distill.batches import Batch, check_rows, collate
+from distill.options import checkpoint_layers, compile_layers, decoder_autocast
+from distill.student import freeze, supervised_hidden
+from tests import tiny
+from tests.stored_answers import made_up, store
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory: pytest.TempPathFactory) -> Batch:
+    place = tmp_path_factory.mktemp("place")
+    store(place / "answers", made_up([3, 20, 7]), tiny.folder(place / "target"))
+    rows = check_rows(open_answers(place / "answers"), "data", rows=tiny.ROWS, real=tiny.REAL_TOKENS, context=512)
+    return collate(rows, np.arange(3))
+
+
+def kept_and_gradients(model: torch.nn.Module, batch: Batch) -> tuple[int, dict[str, torch.Tensor]]:
+    """Bytes that the forward pass keeps for the backward pass, and the gradients."""
+    kept = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = supervised_hidden(model.train(), batch)
+        loss = (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum()
+    loss.backward()
+    return kept, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("trainable", ["all", "layers"])
+def test_checkpointed_layers_keep_less_and_have_the_same_gradients(batch: Batch, trainable: str) -> None:
+    assert batch.shared > 0
+    plain, checkpointed = tiny.model(layers=4), tiny.model(layers=4)
+    for model in (plain, checkpointed):
+        freeze(model, trainable)  # type: ignore[arg-type]
+    most, expected = kept_and_gradients(plain, batch)
+    checkpoint_layers(checkpointed)
+    least, found = kept_and_gradients(checkpointed, replace(batch, shared=0))
+    assert least < most / 3
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+    checkpointed.eval()  # evaluation may share prefixes as before
+    with torch.no_grad():
+        torch.testing.assert_close(supervised_hidden(checkpointed, batch), supervised_hidden(plain.eval(), batch))
+
+
+def test_bf16_is_for_the_matrix_products_alone(batch: Batch) -> None:
+    model = tiny.model()
+    with torch.no_grad():
+        exact = supervised_hidden(model, batch)
+        with decoder_autocast(torch.device("cpu"), bf16=False):
+            assert torch.equal(supervised_hidden(model, batch), exact)
+        with decoder_autocast(torch.device("cpu"), bf16=True):
+            assert model.model.layers[0].mlp.up_proj(exact).dtype == torch.bfloat16
+            rough = supervised_hidden(model, batch)
+    assert not torch.equal(rough, exact)
+    torch.testing.assert_close(rough.float(), exact, rtol=0.1, atol=0.1)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_layers_are_compiled_one_by_one_when_they_first_run() -> None:
+    """Compiling itself takes a minute and more on a busy machine: docs/scale.md has what it gave."""
+    model = tiny.model()
+    compile_layers(model)
+    assert all(layer._compiled_call_impl is not None for layer in model.model.layers)
+    assert model.model._compiled_call_impl is None
+    assert list(model.state_dict()) == list(tiny.model().state_dict())  # no renamed weights
