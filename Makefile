@@ -30,7 +30,7 @@ bench: setup
 	@echo "  distill    our loop, a plain loop and TRL's GKD trainer; also with 151,936 rows     40 min"
 	@echo "  init       drafters of other depths and widths, trained alike and timed             20 min"
 	@echo "  objectives losses, cache sizes and the online target, 3 seeds                       30 min"
-	@echo "Results: $(BENCH)/*.jsonl, a line a run, and tables in $(BENCH)/*.md"
+	@echo "Results: $(BENCH)/*.jsonl and $(BENCH)/init, a line a run; tables beside them, *.md"
 	@$(PY) -c "import trl" 2>/dev/null || $(PY) -m pip install -q -c constraints.txt -e '.[bench]'
 	@.venv/bin/draftsmith generate target=HuggingFaceTB/SmolLM2-135M-Instruct out=$(BENCH)/answers \
 	  sets.train.prompts=orders sets.train.split=train sets.train.limit=240 sets.train.max_tokens=64 \
@@ -41,13 +41,12 @@ bench: setup
 	@test -d $(BENCH)/draft || .venv/bin/draftsmith init target=HuggingFaceTB/SmolLM2-135M-Instruct \
 	  layers=[0,1,14,28,29] out=$(BENCH)/draft
 	@$(PY) -m scripts.bench_check
-	@$(PY) -m scripts.bench_distill $(PAIR) --case "short orders" --train $(BENCH)/answers/short \
-	  --heldout $(BENCH)/answers/short-heldout --out $(BENCH)/distill.jsonl >$(BENCH)/distill.md
 	@$(PY) -m scripts.bench_distill $(PAIR) --case "orders after two examples" --train $(BENCH)/answers/train \
-	  --heldout $(BENCH)/answers/heldout --steps 3 --alpha-steps 3 --wide-steps 0 \
-	  --out $(BENCH)/distill.jsonl >>$(BENCH)/distill.md
+	  --heldout $(BENCH)/answers/heldout --steps 3 --alpha-steps 3 --out $(BENCH)/distill.jsonl >$(BENCH)/distill.md
+	@$(PY) -m scripts.bench_distill $(PAIR) --case "short orders" --train $(BENCH)/answers/short \
+	  --heldout $(BENCH)/answers/short-heldout --wide-steps 0 --out $(BENCH)/distill.jsonl >>$(BENCH)/distill.md
 	@$(PY) -m scripts.bench_init --target HuggingFaceTB/SmolLM2-135M-Instruct --train $(BENCH)/answers/train \
-	  --heldout $(BENCH)/answers/heldout --out $(BENCH)/init.jsonl >$(BENCH)/init.md
+	  --heldout $(BENCH)/answers/heldout --steps 30 --out $(BENCH)/init
 	@$(PY) -m scripts.bench_objectives $(PAIR) --train $(BENCH)/answers/train --heldout $(BENCH)/answers/heldout \
 	  --steps 30 --jobs 2 --out $(BENCH)/objectives.jsonl >$(BENCH)/objectives.md
-	@cat $(BENCH)/distill.md $(BENCH)/init.md $(BENCH)/objectives.md
+	@cat $(BENCH)/distill.md $(BENCH)/init/table.md $(BENCH)/objectives.md

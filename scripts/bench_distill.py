@@ -215,7 +215,7 @@ def trl(task: Row, draft: Any, target: Any, rows: Rows, steps: Sequence[Batch], 
             examples.append({"messages": chat, "input_ids": ids, "completion_mask": mask})
     ends: Ends = []
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class Clock(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             ends.append(time.perf_counter())
 
@@ -289,7 +289,11 @@ def floor(task: Row, draft: Any, steps: Sequence[Batch]) -> Row:
     timed = {shape: seconds_of(*shape) for shape in {*learner, *teacher}}
     cached = sum(timed[s] for s in learner)
     online = cached + sum(timed[s] for s in teacher)
-    flops = {"cached": _flops(learner), "online": _flops(learner) + _flops(teacher)}
+    # a loop with whole logits multiplies every column, padding too, through both heads
+    M = round(sum(b.input_BL.numel() for b in steps) / len(steps))
+    whole = backward(linears(draft.config, M)) + backward([(M, *head[1:])], weights=task["trainable"] == "all")
+    whole += [*linears(target, M), (M, target.hidden_size, target.vocab_size)]
+    flops = {"cached": _flops(learner), "online": _flops([*learner, *teacher]), "whole logits": _flops(whole)}
     return {
         "step_tokens": tokens,
         "decoder_tokens": T,
@@ -379,7 +383,8 @@ def speed_table(runs: dict[str, list[Row]], least: Row | None) -> str:
     note = (
         f"Floor (matrix products alone): {least['seconds']['online']:.2f} s a step online, {least['seconds']['cached']:.2f} s "
         f"cached, for {least['step_tokens']:.0f} tokens a step, of which {least['supervised']} supervised and "
-        f"{least['decoder_tokens']} through the layers."
+        f"{least['decoder_tokens']} through the layers. Products of a step: {least['gflop']['online']:.0f} GFLOP online, "
+        f"{least['gflop']['cached']:.0f} cached, {least['gflop']['whole logits']:.0f} with whole logits."
     )
     return table(header, lines) + "\n\n" + note
 

@@ -77,6 +77,7 @@ def run(args: Any) -> list[Row]:
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch sees no GPU here: take --device cpu")
     if args.smoke:
+        args.steps, args.seeds, args.batch_size = 5, 2, 4
         pair = common.random_pair(args.smoke_folder / "tiny", **common.TINY)
     else:
         common.require(args, "draft", "train", "heldout")
