@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from distill.batches import Rows, answer_lengths, collate, tags
 from distill.head import Head, head_scores
+from distill.options import decoder_autocast
 from distill.student import supervised_hidden
 from pairing.acceptance import Replay, acceptance_length_of, replay
 from pairing.bootstrap import interval
@@ -55,7 +56,7 @@ def score_prompts(
     with torch.no_grad():
         for piece in pieces[accelerator.process_index :: accelerator.num_processes]:
             batch = collate(rows, piece, accelerator.device)
-            with accelerator.autocast():
+            with decoder_autocast(accelerator.device, accelerator.mixed_precision == "bf16"):
                 hidden = supervised_hidden(model, batch)
             scores = head_scores(hidden, weight, batch.signal, Head(rows.real, chunk))
             columns = torch.stack([scores.top1_N, scores.alpha_low_N, scores.alpha_high_N, scores.accepted_N]).cpu()

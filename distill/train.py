@@ -30,6 +30,7 @@ from distill.head import REPORTED, AnySignal, Head, Scores, Weigh, head_loss, he
 from distill.losses import LOSSES, Loss, jsd
 from distill.objective import DraftSampling, Weight, require_losses, weights_at
 from distill.on_policy import continued
+from distill.options import checkpoint_layers, compile_layers, decoder_autocast
 from distill.parallel import (
     Named,
     Prepared,
@@ -83,6 +84,8 @@ class Settings:
     selection: Literal["gap", "random"] = "gap"  # random: the control that does the same work
     on_policy: float = 0.0  # share of steps whose answers the drafter writes
     on_policy_temperature: float = 1.0
+    gradient_checkpointing: bool = False
+    compile: bool = False
 
     @property
     def reported(self) -> tuple[str, ...]:
@@ -149,6 +152,10 @@ def fit(
     require_plain_head(model, first)
     if target is not None:
         require_plain_target(target, first)
+    if settings.gradient_checkpointing:
+        checkpoint_layers(model)
+    if settings.compile:
+        compile_layers(model)
     run = ready(accelerator, model, rows, settings, signal, reference)
     out_at = _Out(accelerator, out, dict(digests or {}), send)
     at = _resume(run, out_at)
@@ -228,7 +235,7 @@ def ready(
     head = Head(rows.real, settings.chunk, settings.block, {name: known[name] for name in settings.reported})
 
     def loss_of(model: Any, batch: Batch, weights: Mapping[str, float], step: int) -> tuple[torch.Tensor, Scores]:
-        with accelerator.autocast():
+        with decoder_autocast(accelerator.device, accelerator.mixed_precision == "bf16"):
             hidden_NH = supervised_hidden(model, batch)
         return batch_loss(hidden_NH, model.get_output_embeddings().weight, signal(batch), batch, weights, step, settings, head,
                           reference)  # fmt: skip
@@ -248,7 +255,7 @@ def window_gradients(run: Run, window: Ints, weights: Mapping[str, float], step:
     rank, ranks = accelerator.process_index, accelerator.num_processes
     todo = passes(prepared.kind, window, settings.batch_size, rank, ranks)
     batches = [(collate(run.rows, indices, accelerator.device), weight) for indices, weight in todo]
-    if equal_graphs(prepared.kind):
+    if equal_graphs(prepared.kind) or settings.gradient_checkpointing:
         batches = [(replace(batch, shared=0), weight) for batch, weight in batches]
     tokens = int(run.rows.supervised_P[window].sum())
     if on_policy(settings, step):

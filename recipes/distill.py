@@ -40,7 +40,7 @@ from distill.objective import Weight, auto
 from distill.parallel import kind_of
 from distill.signals import Target, online
 from distill.student import Trainable, freeze
-from distill.train import Send, Settings, fit, steps_of
+from distill.train import Send, Settings, fit, require_possible, steps_of
 from pairing.card import write_card
 from pairing.errors import InputError
 from pairing.files import append_jsonl, digest_json, new_folder, read_json, write_json
@@ -163,6 +163,10 @@ class DistillConfig(Strict):
     """positions whose logits exist at one time"""
     block: int = Field(default=1 << 17, gt=0)
     """vocabulary rows whose logits exist at one time; fewer save memory and cost time"""
+    gradient_checkpointing: bool = False
+    """layers keep their input alone and run again in the backward pass: a third of the memory, more time"""
+    compile: bool = False
+    """torch.compile of each layer; for GPUs"""
     eval_every: int = Field(default=50, gt=0)
     """steps between evaluations"""
     eval_prompts: int = Field(default=64, gt=0)
@@ -392,6 +396,7 @@ def _settings(config: DistillConfig, answered_at: float) -> tuple[Settings, str]
         losses, why = auto(served_at, config.draft_sample_method)
     values = config.model_dump(include={f.name for f in fields(Settings)} - {"losses", "survival"})
     settings = Settings(**values, losses=losses, survival=config.draft_sample_method if config.survival else None)
+    require_possible(settings, online=config.signal == "online", reference=config.reference is not None)
     said = ", ".join(
         f"{name} {weight if isinstance(weight, list) else f'{weight:g}'}" for name, weight in losses.items()
     )

@@ -102,6 +102,20 @@ def test_a_window_split_otherwise_has_the_same_gradient(
     assert any(bool(g.any()) for g in together[1:])
 
 
+@pytest.mark.parametrize("option", ["gradient_checkpointing", "compile"])
+def test_options_of_a_step_change_no_loss(
+    place: Path, rows: Rows, accelerator: Accelerator, tmp_path: Path, option: str
+) -> None:
+    logs = []
+    for on in (False, True):
+        at = settings(max_steps=3, trainable="all", **{option: on})
+        fit(accelerator, load_model(place / "draft"), rows, {}, at, tmp_path / str(on))
+        logs.append(read_jsonl(tmp_path / str(on) / "metrics.jsonl"))
+    for plain, other in zip(*logs, strict=True):
+        assert other["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+        assert other["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-3)
+
+
 def test_the_modes_differ(accelerator: Accelerator, place: Path, rows: Rows, target: Target) -> None:
     """No option is silently ignored: each changes the gradient."""
     plain = gradients(accelerator, place, rows, None, settings(trainable="all"))
