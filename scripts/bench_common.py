@@ -20,12 +20,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from distill.answers import begin, complete, open_answers, write_shard
+from distill.answers import Answer, begin, complete, open_answers, write_shard
 from distill.batches import Batch, Rows, check_rows, collate, windows
 from distill.evaluate import replay_prompts, score_prompts
-from distill.in_transformers import open_transformers
 from distill.prompts import prompt
-from distill.requests import Request, Sampling
 from distill.signals import online
 from distill.train import Settings, fit
 from pairing.acceptance import Replay, acceptance_length_of
@@ -35,7 +33,7 @@ from pairing.files import append_jsonl, new_folder, read_json, read_jsonl, write
 from pairing.init import init_drafter
 from pairing.pair import describe_model
 from pairing.progress import bar
-from pairing.source import resolve
+from pairing.source import load_model, resolve
 from pairing.vllm_plugin import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -161,16 +159,31 @@ def _make_pair(
     tokenizer.save_pretrained(folder / "target")
     source = resolve(str(folder / "target"))
     init_drafter(source, folder / "draft", sorted({0, layers - 1}))
-    answer, generator = open_transformers(source, max_num_seqs=32), torch.Generator().manual_seed(0)
+    target, generator = load_model(folder / "target").eval(), torch.Generator().manual_seed(0)
     for name, count in (("train", prompts), ("heldout", max(8, prompts // 6))):
-        requests = []
-        for i in range(count):
-            ids = torch.randint(3, rows, (prompt_tokens,), generator=generator).tolist()
-            requests.append(Request(prompt([{"role": "user", "content": f"{name} {i}"}]), ids))
-        meta = {"target": describe_model(source), "rows": rows, "top_logprobs": 32}
-        begin(folder / name, meta)
-        write_shard(folder / name, list(answer(requests, Sampling(answer_tokens, 1.0, 32, 0))))
+        begin(folder / name, {"target": describe_model(source), "rows": rows, "top_logprobs": 32})
+        for start in range(0, count, 8):
+            ids_BP = torch.randint(3, rows, (8, prompt_tokens), generator=generator)
+            write_shard(folder / name, _answered(target, ids_BP, answer_tokens, f"{name} {start}"))
         complete(folder / name, {})
+
+
+def _answered(target: Any, prompts_BP: torch.Tensor, tokens: int, name: str) -> list[Answer]:
+    """Answers of exactly `tokens` tokens, drawn at temperature 1."""
+    P = prompts_BP.shape[1]
+    with torch.inference_mode():
+        ids_BL = target.generate(
+            prompts_BP, attention_mask=torch.ones_like(prompts_BP), do_sample=True, top_k=0, max_new_tokens=tokens,
+            min_new_tokens=tokens,
+        )  # fmt: skip
+        top = target(ids_BL).logits[:, P - 1 : -1].log_softmax(-1).topk(32)
+    found = []
+    for b, ids in enumerate(ids_BL.tolist()):
+        chat = prompt([{"role": "user", "content": f"{name} {b}"}])
+        found.append(
+            Answer(chat, ids, [(P, P + tokens)], "length", top.indices[b].int().numpy(), top.values[b].numpy())
+        )
+    return found
 
 
 # ---- figures over prompts, with intervals ----
