@@ -25,6 +25,9 @@ LOWEST = -1e4  # log q of a padding row in the target's head: finite, so that p 
 SMALLEST = torch.finfo(torch.float32).tiny  # under the tail's mass where every logit outside the head underflows
 
 REPORTED = ("forward_kl", "cross_entropy")  # what every run's log gives, whatever it minimises
+POINTWISE = frozenset(
+    {"cross_entropy", "top1_ce"}
+)  # they look at one id, so blocks of the vocabulary have no part in them
 AnySignal = Signal | FullSignal
 
 
@@ -256,6 +259,9 @@ def _ratio(signal: Signal, answer_C: torch.Tensor) -> torch.Tensor:
 
 
 def _look_at_all(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: FullSignal, head: Head) -> _View:
+    """Passes over the vocabulary: the normalisers; α; the losses without gradient; and for the gradient its sum G, then itself.
+    With one block logs and probabilities are kept from the first pass on, and the gradient is made once.
+    """
     blocks, T = head.blocks(), signal.temperature
     target_CH, target_VH = signal.hidden_NH, signal.weight_VH
 
@@ -267,9 +273,9 @@ def _look_at_all(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: FullS
     ids_C1 = signal.answer_N[:, None]
     best_p, best_q = (torch.full_like(hidden_CH[:, :1], -torch.inf) for _ in range(2))
     argmax_p, argmax_q = torch.zeros_like(ids_C1), torch.zeros_like(ids_C1)
-    sum_p, sum_q = best_p.squeeze(-1), best_q.squeeze(-1)
+    sum_p, sum_q = torch.zeros_like(best_p), torch.zeros_like(best_q)  # of exponentials of logits less the best so far
     at_p, at_q, top_q = (torch.full_like(best_p, -torch.inf) for _ in range(3))
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None
+    kept: tuple[torch.Tensor, ...] | None = None
     for rows in blocks:
         p_CB, q_CB = logits(rows)
         _gather(p_CB, ids_C1, rows, at_p)
@@ -279,45 +285,57 @@ def _look_at_all(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: FullS
         top_q = torch.where(new_p > best_p, q_CB.gather(-1, where_p), top_q)
         argmax_p = torch.where(new_p > best_p, where_p + rows.start, argmax_p)
         argmax_q = torch.where(new_q > best_q, where_q + rows.start, argmax_q)
-        best_p, best_q = torch.maximum(best_p, new_p), torch.maximum(best_q, new_q)
-        sum_p, sum_q = torch.logaddexp(sum_p, p_CB.logsumexp(-1)), torch.logaddexp(sum_q, q_CB.logsumexp(-1))
-        kept = (p_CB, q_CB) if len(blocks) == 1 else None
-    sum_p, sum_q = sum_p[:, None], sum_q[:, None]
+        now_p, now_q = torch.maximum(best_p, new_p), torch.maximum(best_q, new_q)
+        exp_p, exp_q = (p_CB - now_p).exp_(), (q_CB - now_q).exp_()
+        sum_p = sum_p * (best_p - now_p).exp_() + exp_p.sum(-1, keepdim=True)
+        sum_q = sum_q * (best_q - now_q).exp_() + exp_q.sum(-1, keepdim=True)
+        best_p, best_q = now_p, now_q
+        kept = (p_CB, q_CB, exp_p, exp_q) if len(blocks) == 1 else None
+    log_p, log_q = best_p + sum_p.log(), best_q + sum_q.log()
     if kept is not None:
-        kept = (kept[0].sub_(sum_p), kept[1].sub_(sum_q))
+        kept = (kept[0].sub_(log_p), kept[1].sub_(log_q), kept[2].div_(sum_p), kept[3].div_(sum_q))
 
-    def logs(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def parts(rows: slice) -> tuple[torch.Tensor, ...]:
+        """log p, log q, p, q."""
         if kept is not None:
             return kept
         p_CB, q_CB = logits(rows)
-        return p_CB.sub_(sum_p), q_CB.sub_(sum_q)
+        p_CB, q_CB = p_CB.sub_(log_p), q_CB.sub_(log_q)
+        return p_CB, q_CB, p_CB.exp(), q_CB.exp()
 
     alpha_C, above_C = torch.zeros_like(hidden_CH[:, 0]), torch.zeros_like(hidden_CH[:, 0])
     for rows in blocks:
-        logp_CB, logq_CB = logs(rows)
-        alpha_C += torch.minimum(logp_CB, logq_CB).exp_().sum(-1)
-        above_C += torch.where(logp_CB > logq_CB, logq_CB, -torch.inf).exp_().sum(-1)
+        _, _, p_CB, q_CB = parts(rows)
+        alpha_C += torch.minimum(p_CB, q_CB).sum(-1)
+        if "tvd_plus_plus" in head.losses:
+            above_C += (q_CB * (p_CB > q_CB)).sum(-1)
     alpha_C = alpha_C.clamp_(max=1.0)
-    answer_C, top_C = (at_q - sum_q).squeeze(-1), (top_q - sum_q).squeeze(-1)
+    answer_C, top_C = (at_q - log_q).squeeze(-1), (top_q - log_q).squeeze(-1)
     none_C0 = hidden_CH[:, :0]
 
     def outcomes(
-        logp_CB: torch.Tensor, logq_CB: torch.Tensor, answer_C: torch.Tensor = answer_C, top_C: torch.Tensor = top_C
+        logp_CB: torch.Tensor,
+        p_CB: torch.Tensor,
+        logq_CB: torch.Tensor,
+        answer_C: torch.Tensor = answer_C,
+        top_C: torch.Tensor = top_C,
     ) -> Outcomes:
-        return Outcomes(logp_CB, logq_CB, logp_CB.exp(), answer_C, top_C, alpha_C, above_C)
+        return Outcomes(logp_CB, logq_CB, p_CB, answer_C, top_C, alpha_C, above_C)
 
-    empty = {name: loss(outcomes(none_C0, none_C0)) for name, loss in head.losses.items()}
+    nothing = outcomes(none_C0, none_C0, none_C0)
+    empty = {name: loss(nothing) for name, loss in head.losses.items()}
     values = dict(empty)
     for rows in blocks:
-        o = outcomes(*logs(rows))
-        for name, loss in head.losses.items():
-            values[name] = values[name] + loss(o) - empty[name]
+        logp_CB, logq_CB, p_CB, _ = parts(rows)
+        o = outcomes(logp_CB, p_CB, logq_CB)
+        for name in head.losses.keys() - POINTWISE:
+            values[name] = values[name] + head.losses[name](o) - empty[name]
     argmax_C = argmax_q.squeeze(-1)
     scores = Scores(
         values,
         (argmax_C == argmax_p.squeeze(-1)).float(),
         (argmax_C == signal.answer_N).float(),
-        (answer_C - (at_p - sum_p).squeeze(-1)).clamp(max=0.0).exp(),
+        (answer_C - (at_p - log_p).squeeze(-1)).clamp(max=0.0).exp(),
         alpha_C,
         alpha_C,
         alpha_C,
@@ -326,14 +344,15 @@ def _look_at_all(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: FullS
     def gradient(weights: dict[str, float], factor_C: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         factor_C = factor_C / T
         ends = [t.detach().requires_grad_() for t in (answer_C, top_C)]
-        at_ends = partial(outcomes, none_C0, none_C0)
+        at_ends = partial(outcomes, none_C0, none_C0, none_C0)
         g_answer_C, g_top_C = _derivative(ends, at_ends, head.losses, weights, factor_C)
+        over_all = {name: w for name, w in weights.items() if name not in POINTWISE}
 
         def direct(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-            logp_CB, logq_CB = logs(rows)
+            logp_CB, logq_CB, p_CB, q_CB = parts(rows)
             leaf_CB = logq_CB.detach().requires_grad_()
-            (g_CB,) = _derivative([leaf_CB], partial(outcomes, logp_CB), head.losses, weights, factor_C)
-            return g_CB, logq_CB
+            (g_CB,) = _derivative([leaf_CB], partial(outcomes, logp_CB, p_CB), head.losses, over_all, factor_C)
+            return g_CB, q_CB
 
         all_C1 = (g_answer_C + g_top_C)[:, None]
         made = [direct(rows) for rows in blocks] if len(blocks) == 1 else None
@@ -341,8 +360,8 @@ def _look_at_all(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: FullS
             g_CB, _ = made[0] if made else direct(rows)
             all_C1 = all_C1 + g_CB.sum(-1, keepdim=True)
         for rows in blocks:
-            g_CB, logq_CB = made[0] if made else direct(rows)
-            grad_CB = g_CB.sub_(logq_CB.exp().mul_(all_C1))
+            g_CB, q_CB = made[0] if made else direct(rows)
+            grad_CB = g_CB.addcmul_(q_CB, all_C1, value=-1)
             _add(grad_CB, torch.cat([ids_C1, argmax_p], 1), torch.stack([g_answer_C, g_top_C], 1), rows)
             yield rows, grad_CB
 

@@ -66,8 +66,8 @@ class Outcomes:
     above_N: torch.Tensor  # Σ q over the outcomes with p > q, without gradient
 
     def expect(self, value_NX: torch.Tensor) -> torch.Tensor:
-        """Σ_X mass · value [N], with 0 · anything = 0."""
-        return torch.where(self.mass_NX > 0, self.mass_NX * value_NX, 0.0).sum(-1)
+        """Σ_X mass · value [N]. Logs are finite here even where a probability is 0, so 0 · log 0 is 0."""
+        return (self.mass_NX * value_NX).sum(-1)
 
 
 Loss = Callable[[Outcomes], torch.Tensor]
