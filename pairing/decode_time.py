@@ -64,7 +64,7 @@ def open_timer(env: Mapping[str, str], log: Path) -> Iterator[Timer]:
 
     Shares are of the first config's step. A config measured before is not started again. `env` is the environment for the
     child. The timer raises PartFailedError where the engine does not run; its output is in `log`, which is removed
-    when all went well.
+    in all other cases.
     """
     found = engine()
     cpu = found is None or found.backend == "cpu"
@@ -78,6 +78,7 @@ def open_timer(env: Mapping[str, str], log: Path) -> Iterator[Timer]:
             cwd=Path(__file__).resolve().parents[1], env=words, preexec_fn=die_with_parent,
         )  # fmt: skip
         folders: dict[str, str] = {}
+        failed: list[str] = []
 
         def measure(configs: Sequence[Mapping[str, Any]]) -> list[StepTime]:
             for config in configs:
@@ -95,7 +96,8 @@ def open_timer(env: Mapping[str, str], log: Path) -> Iterator[Timer]:
             line = process.stdout.readline()
             if not line.strip():
                 process.wait()
-                raise PartFailedError(f"no decode step could be measured in {engine_name()}: {_last(log)} (log: {log})")
+                failed.append(_last(log))
+                raise PartFailedError(f"no decode step could be measured in {engine_name()}: {failed[0]} (log: {log})")
             blocks = json.loads(line)
             shares = [[a / b for a, b in zip(mine, blocks[0], strict=True)] for mine in blocks]
             return [
@@ -108,7 +110,8 @@ def open_timer(env: Mapping[str, str], log: Path) -> Iterator[Timer]:
         finally:
             process.kill()
             process.communicate()
-    log.unlink()
+            if not failed:
+                log.unlink(missing_ok=True)
 
 
 def _deciles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -11,7 +11,7 @@ import pytest
 from pairing import decode_time
 from pairing.alignment import check_pair
 from pairing.decode_time import open_timer
-from pairing.errors import PartFailedError
+from pairing.errors import InputError, PartFailedError
 from pairing.files import read_json
 from pairing.pair import read_pair
 from pairing.source import resolve
@@ -56,6 +56,9 @@ def test_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_core:
     assert "no vLLM installed" in decode_time.engine_name()
     config = tiny.model(layers=2).config.to_dict()
     log = tmp_path / "log"
+    with pytest.raises(InputError), open_timer(os.environ, log):
+        raise InputError("nothing is fast enough")
+    assert not log.exists()
     with open_timer(os.environ, log) as timer:
         deep, flat = timer([config | {"num_hidden_layers": 12}, config])
         again = timer([config, config])

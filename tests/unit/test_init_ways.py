@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,13 @@ import pytest
 import torch
 
 from pairing.alignment import check_pair
+from pairing.decode_time import StepTime, Timer
 from pairing.errors import InputError
 from pairing.files import read_json, write_json
 from pairing.pair import read_pair
 from pairing.source import load_model, resolve
 from recipes import init as recipe
-from tests import tiny
+from tests import architectures, tiny
 from tests.stored_answers import made_up, store
 
 
@@ -147,3 +150,40 @@ def test_a_draft_step_is_checked_before_it_is_measured(target: Path, capsys: pyt
     assert "decode steps of the target and of drafters" in plan["would_measure"]
     assert "narrower ones need answers" in plan["would_measure"]
     assert not (target.parent / "drafter").exists()
+
+
+def test_a_draft_step_that_needs_a_narrower_width(
+    target: Path, answers: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock is a stand-in, layers x hidden channels; the real one is in tests/integration/test_draft_step.py."""
+
+    @contextmanager
+    def clock(_env: Any, _log: Path) -> Iterator[Timer]:
+        def timer(configs: Sequence[Mapping[str, Any]]) -> list[StepTime]:
+            ms = [float(c["num_hidden_layers"] * c["hidden_size"]) for c in configs]
+            return [StepTime((x, x, x), (x / ms[0],) * 3) for x in ms]
+
+        yield timer
+
+    monkeypatch.setattr(recipe, "open_timer", clock)
+    wide = tiny_wide(target.parent / "wide")
+    own = store(target.parent / "own", made_up([10, 12, 8]), wide)
+    with pytest.raises(
+        InputError, match=r"0\.3 of the target's step is less than 2 layers of hidden size 128 take: 0\.5"
+    ):
+        init(capsys, wide, "draft_step=0.3")
+    assert not (target.parent / "drafter").exists()
+    result = init(capsys, wide, "draft_step=0.4", f"answers={own}")
+    assert (result["layers"], result["width"]["hidden"]) == ([0, 2, 3], 64)
+    made = read_pair(target.parent / "drafter")["made"][0]
+    assert made["draft_step"] == result["draft_step"]
+    assert made["texts"] == 3, "channels were chosen on the answers"
+    tried = [(t["layers"], t["hidden"], t["measured"]) for t in made["draft_step"]["tried"]]
+    assert tried == [(2, 128, 0.5), (2, 64, 0.25), (4, 64, 0.5), (3, 64, 0.375)]
+    assert aligned(wide)
+
+
+def tiny_wide(path: Path) -> Path:
+    architectures.model("llama", layers=4).save_pretrained(path)
+    tiny.tokenizer().save_pretrained(path)
+    return path
