@@ -212,7 +212,7 @@ async def _one(http: httpx.AsyncClient, pool: Pool, request: Request, sampling: 
     """The answer to one request, from whichever server gives it."""
     errors = 0
     while True:
-        server = await _free(pool)
+        server, asked = await _free(pool), False
         server.in_flight += 1
         try:
             if not server.up:
@@ -225,11 +225,12 @@ async def _one(http: httpx.AsyncClient, pool: Pool, request: Request, sampling: 
                 "temperature": sampling.temperature,
                 "seed": request_seed(sampling.seed, request.key) if sampling.temperature else None,
             }
+            asked = True
             choice = (await _post(http, server, "/v1/completions", body))["choices"][0]
             done = completion_of(request, choice, sampling.top_logprobs, server.url)
         except (httpx.TransportError, Busy) as e:
             server.fail(e)
-            errors += isinstance(e, Busy) and not e.full
+            errors += asked and isinstance(e, Busy) and not e.full  # else it says nothing about the prompt
             if errors >= MOST_ERRORS:
                 raise PartFailedError(
                     f"{server.url}: prompt {request.prompt.id} failed {errors} times, the last with {server.last_error}; "
