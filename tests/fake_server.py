@@ -67,6 +67,8 @@ class FakeServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            wbufsize = -1  # head and body in one packet: two would wait 40 ms for each other
+            disable_nagle_algorithm = True
 
             def log_message(self, *_: Any) -> None:
                 pass

@@ -38,6 +38,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeServer]]:
     monkeypatch.setattr(module, "REST_S", 0.05)
+    monkeypatch.setattr(module, "LONGEST_REST_S", 0.2)
     servers: list[FakeServer] = []
 
     def start(fault: Fault | None = None, **kwargs: Any) -> FakeServer:
