@@ -46,7 +46,7 @@ from distill.parallel import (
 )
 from distill.signals import GetSignal, Target, get_signal, require_plain_target
 from distill.student import Trainable, freeze, require_plain_head, supervised_hidden
-from pairing.errors import InputError
+from pairing.errors import InputError, PartFailedError
 from pairing.files import append_jsonl, read_jsonl, write_text
 from pairing.progress import bar
 
@@ -471,7 +471,13 @@ def _log(out: _Out, row: dict[str, Any]) -> None:
     """One line in metrics.jsonl, and the same to the tracker, where one is on."""
     if not out.accelerator.is_main_process:
         return
-    append_jsonl(out.folder / "metrics.jsonl", row)
+    try:
+        append_jsonl(out.folder / "metrics.jsonl", row)
+    except OSError as e:
+        raise PartFailedError(
+            f"step {row['step']}: {out.folder / 'metrics.jsonl'} could not be written ({e.strerror}); checkpoints are as they were: "
+            "make room and start the same command again"
+        ) from e
     prefix = f"{row['kind']}/{row['set']}" if "set" in row else row["kind"]
     flat = {f"{prefix}/{k}": v for k, v in row.items() if isinstance(v, int | float)}
     flat |= {f"{prefix}/tau_{K}": v for K, v in row.get("tau", {}).items() if v is not None}

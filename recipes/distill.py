@@ -378,6 +378,11 @@ def _folder(config: DistillConfig, name: str) -> Path:
 def _require_pair(name: str, answers: Answers, pair: dict[str, Any], config: DistillConfig, notes: Console) -> None:
     if config.target is not None:
         require_target(answers, resolve(config.target))
+    if answers.meta.get("turns") == "given":
+        notes.print(
+            f"{name}: its answers are not the target's own, so acceptance on them is not what serving gives",
+            markup=False,
+        )
     was, made_for = answers.meta["target"], pair["target"]
     if was["digests"]["tokenizer"] != made_for["digests"]["tokenizer"]:
         raise InputError(
