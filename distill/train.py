@@ -475,8 +475,8 @@ def _log(out: _Out, row: dict[str, Any]) -> None:
         append_jsonl(out.folder / "metrics.jsonl", row)
     except OSError as e:
         raise PartFailedError(
-            f"step {row['step']}: {out.folder / 'metrics.jsonl'} could not be written ({e.strerror}); checkpoints are as they were: "
-            "make room and start the same command again"
+            f"step {row['step']}: {out.folder / 'metrics.jsonl'} could not be written ({e.strerror}); checkpoints are as they "
+            "were: make room and start the same command again"
         ) from e
     prefix = f"{row['kind']}/{row['set']}" if "set" in row else row["kind"]
     flat = {f"{prefix}/{k}": v for k, v in row.items() if isinstance(v, int | float)}
