@@ -22,6 +22,7 @@ from pairing.errors import PartFailedError
 from pairing.source import ModelSource
 from pairing.vllm_plugin import DIE_WITH_PARENT
 
+NONE_NK = np.zeros((0, 0), dtype=np.float32)
 KV_BLOCK = 128  # tokens in a block of vLLM's CPU KV cache
 
 
@@ -140,7 +141,8 @@ def _answerer(core: Any, endings: list[int], max_num_seqs: int, log: Path) -> An
                         bad[output.request_id] = str(done.finish_reason)
                         continue
                     request, n = running.pop(output.request_id), len(done.token_ids)
-                    head = head_of(done.logprobs.token_ids, done.logprobs.logprobs, n)
+                    flat = done.logprobs  # None where no log-probs were asked for: plain generation, as a bench does
+                    head = head_of(flat.token_ids, flat.logprobs, n) if flat is not None else (NONE_NK, NONE_NK)
                     yield Completion(request, list(done.token_ids), done.finish_reason, *head)
         except EngineDeadError as e:
             raise PartFailedError(
