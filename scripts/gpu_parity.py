@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,28 +143,30 @@ def head_checks(shapes: Sequence[Mapping[str, int]]) -> Iterator[Row]:
     """Loss and both gradients of every loss, in float32 on DEVICE against whole logits in float64 on the CPU."""
     for shape in shapes:
         here, there = problem(**shape, device="cpu"), problem(**shape, device=DEVICE)
-        no_draws = {"tail_ids_NM": None, "tail_logp_NM": None}
         for name, kind in itertools.product(LOSSES, ("cache", "draws", "whole")):
             if name in NEED_ALL and kind != "whole":
                 continue
 
-            def pick(made: Any, kind: str = kind) -> AnySignal:
-                return made[3] if kind == "whole" else made[2] if kind == "draws" else replace(made[2], **no_draws)
-
             leaves = [t.double().requires_grad_() for t in here[:2]]
-            true = whole_loss(name, *leaves, pick(here))
+            true = whole_loss(name, leaves[0], leaves[1], _pick(here, kind))
             true_grads = torch.autograd.grad(true, leaves)
             V = shape["V"]
             for block in (V, V // 3 + 1):
                 ours = [t.clone().requires_grad_() for t in there[:2]]
                 loss, _ = head_loss(
-                    ours[0], ours[1], pick(there), {name: 1.0}, Head(V, 33, block, {name: LOSSES[name]})
+                    ours[0], ours[1], _pick(there, kind), {name: 1.0}, Head(V, 33, block, {name: LOSSES[name]})
                 )
                 grads = torch.autograd.grad(loss, ours)
                 errors = [relative(loss, true), *(relative(g, t) for g, t in zip(grads, true_grads, strict=True))]
                 blocks = len(Head(V, 33, block).blocks())
                 case = f"{name}, {kind}, N {shape['N']}, V {V}, H {shape['H']}, {blocks} blocks"
                 yield checked("head", case, max(errors), FLOAT32, loss_error=errors[0])
+
+
+def _pick(made: tuple[torch.Tensor, torch.Tensor, Signal, FullSignal], kind: str) -> AnySignal:
+    if kind == "whole":
+        return made[3]
+    return made[2] if kind == "draws" else replace(made[2], tail_ids_NM=None, tail_logp_NM=None)
 
 
 # ---- (b) the shared prefix ----
@@ -249,7 +252,8 @@ def step(
 
 
 def step_checks(folders: Mapping[str, Path], rows: Rows, count: int) -> Iterator[Row]:
-    cpu, found = {}, {}
+    cpu: dict[str, Gradients] = {}
+    found: dict[str, Gradients] = {}
     for place, results in ((False, found), (True, cpu)):
         on = accelerator(cpu=place)
         for name, mode in MODES.items():
@@ -303,7 +307,7 @@ def head_costs(cells: Sequence[Row], repeats: int) -> Iterator[Row]:
             if not made or made[0] != shape:
                 made = ()
                 made = (shape, *_random_head(**shape))
-                row["product_ms"], _ = milliseconds(lambda: made[1] @ made[2].T, repeats)
+                row["product_ms"] = milliseconds(partial(torch.matmul, made[1], made[2].T), repeats)[0]
             _, hidden_NH, weight_VH, cached, full = made
             signal = full if cell["signal"] == "online" else cached
             leaves = [hidden_NH.requires_grad_(), weight_VH.requires_grad_(cell["learns"])]
@@ -382,11 +386,11 @@ def report(rows: Sequence[Row]) -> str:
 
 
 def _cost_table(costs: Sequence[Row]) -> str:
-    product: dict[Any, float] = {}
+    product: dict[Any, Any] = {}
     lines = []
     for row in costs:
         at = (row["V"], row["H"])
-        product[at] = row.get("product_ms", product.get(at))
+        product[at] = row["product_ms"] if "product_ms" in row else product.get(at)
         # logits and the hidden states' gradient; the head's gradient where it learns; the target's logits online
         floor = product[at] * (2 + row["learns"] + (row["signal"] == "online")) if product[at] is not None else None
         said = ["out of memory", ""] if row["ms"] is None else [f"{row['ms']:.1f}", f"{row['peak_mib']:.0f}"]
