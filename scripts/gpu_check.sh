@@ -5,7 +5,7 @@
 #   SMOKE=1 OUT=runs/gpu-smoke scripts/gpu_check.sh      # the same steps with tiny models, also without a GPU
 #
 # TARGET: the target's folder, hub id or .gguf file. DRAFT: its drafter; made where missing. TRAIN, HELDOUT: the target's
-# answers; made where missing. PY: the interpreter. STEPS, SEEDS, JOBS, SIZES: the benches' length, seeds, runs at one time, shapes.
+# answers; made where missing. PY: the interpreter. STEPS, SEEDS, INIT_SEEDS, JOBS, SIZES, BENCH_SECONDS: the benches' length, seeds, runs at one time, shapes, limit.
 # SECONDS_IN_ALL: what is left is each step's limit. A step that fails does not stop the next; $OUT gets at most 8 small files.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -68,7 +68,7 @@ if [[ -n $SMOKE ]]; then # a tiny pair takes the place of the real one
   TARGET=$WORK/tiny/target DRAFT=$WORK/tiny/draft TRAIN=$WORK/tiny/train HELDOUT=$WORK/tiny/heldout STEPS=4 SEEDS=1 SIZES=2
   MINUTES=0.05 REPEATED=3 PARITY=(--smoke)
 else
-  MINUTES=1 REPEATED=30
+  MINUTES=${MINUTES:-1} REPEATED=30
   TARGET=${TARGET:-HuggingFaceTB/SmolLM2-135M-Instruct} DRAFT=${DRAFT:-$WORK/draft}
   if [[ -z ${TRAIN:-} || -z ${HELDOUT:-} ]]; then
     TRAIN=$WORK/answers/train HELDOUT=$WORK/answers/orders
@@ -105,7 +105,7 @@ step "figures of the runs" 20 "$PY" -m scripts.gpu_summary "$OUT/distill.jsonl" 
 # quality, not speed, is looked at: so the two share the GPU; what is done when time is up is reported
 DEVICE=$("$PY" -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")')
 LIMIT=$(($(left) - 25))
-((LIMIT > 150)) && LIMIT=150
+((LIMIT > ${BENCH_SECONDS:=150})) && LIMIT=$BENCH_SECONDS
 if ((LIMIT > 20)); then
   echo "== the benches, at most $LIMIT s"
   timeout -k 5 $LIMIT "$PY" -m scripts.bench_objectives --device "$DEVICE" --jobs "$JOBS" --target "$TARGET" --draft "$DRAFT" \
@@ -113,7 +113,7 @@ if ((LIMIT > 20)); then
   ARMS=$!
   # shellcheck disable=SC2086
   timeout -k 5 $LIMIT "$PY" -m scripts.bench_init --train-only --target "$TARGET" --train "$TRAIN" --heldout "$HELDOUT" \
-    --steps "$STEPS" --sizes $SIZES --seeds 0 --out "$WORK/shapes" || SAID+=("bench_init: exit $?, what was done is in init.md")
+    --steps "$STEPS" --sizes $SIZES --seeds ${INIT_SEEDS:-0} --out "$WORK/shapes" || SAID+=("bench_init: exit $?, what was done is in init.md")
   wait $ARMS || SAID+=("bench_objectives: exit $?, what was done is in objectives.md")
   [[ -f $WORK/objectives.jsonl ]] && cp "$WORK/objectives.jsonl" "$OUT/"
   [[ -f $WORK/shapes/results.jsonl ]] && cp "$WORK/shapes/results.jsonl" "$OUT/init.jsonl"
