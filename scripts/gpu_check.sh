@@ -110,13 +110,17 @@ if ((LIMIT > 20)); then
   echo "== the benches, at most $LIMIT s"
   timeout -k 5 $LIMIT "$PY" -m scripts.bench_objectives --device "$DEVICE" --jobs "$JOBS" --target "$TARGET" --draft "$DRAFT" \
     --train "$TRAIN" --heldout "$HELDOUT" --steps "$STEPS" --seeds "$SEEDS" --out "$WORK/objectives.jsonl" &
-  ARMS=$!
-  # shellcheck disable=SC2086
-  timeout -k 5 $LIMIT "$PY" -m scripts.bench_init --train-only --target "$TARGET" --train "$TRAIN" --heldout "$HELDOUT" \
-    --steps "$STEPS" --sizes $SIZES --seeds ${INIT_SEEDS:-0} --out "$WORK/shapes" || SAID+=("bench_init: exit $?, what was done is in init.md")
+  ARMS=$! SHAPES=()
+  for seed in ${INIT_SEEDS:-0}; do
+    # shellcheck disable=SC2086
+    timeout -k 5 $LIMIT "$PY" -m scripts.bench_init --train-only --target "$TARGET" --train "$TRAIN" --heldout "$HELDOUT" \
+      --steps "$STEPS" --sizes $SIZES --seeds "$seed" --out "$WORK/shapes-$seed" &
+    SHAPES+=($!)
+  done
   wait $ARMS || SAID+=("bench_objectives: exit $?, what was done is in objectives.md")
   [[ -f $WORK/objectives.jsonl ]] && cp "$WORK/objectives.jsonl" "$OUT/"
-  [[ -f $WORK/shapes/results.jsonl ]] && cp "$WORK/shapes/results.jsonl" "$OUT/init.jsonl"
+  wait "${SHAPES[@]}" || SAID+=("bench_init: exit $?, what was done is in init.md")
+  cat "$WORK"/shapes-*/results.jsonl >"$OUT/init.jsonl" || true
   step "the benches' tables" 25 "$PY" - "$OUT" <<'END'
 import sys
 from pathlib import Path
