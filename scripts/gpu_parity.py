@@ -426,9 +426,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             except Exception as e:  # the next part may well work
                 append_jsonl(out, {"broke": name, "why": f"{type(e).__name__}: {e}"[:2000]})
             append_jsonl(out, {"part": name, "seconds": round(time.perf_counter() - started, 1)})
+            write_text(args.out / "parity.md", report(read_jsonl(out)))  # now: the next part may be cut off
     append_jsonl(out, {"machine": common.machine(torch.get_num_threads())})
     rows = read_jsonl(out)
-    write_text(args.out / "parity.md", report(rows))
     print(report(rows))
     if any("broke" in row for row in rows):
         return 3
