@@ -28,7 +28,7 @@ from distill.evaluate import score_prompts, summary
 from distill.guards import finite_or_stop, spike_or_stop
 from distill.head import REPORTED, AnySignal, Head, Scores, Weigh, head_loss, head_scores
 from distill.losses import LOSSES, Loss, jsd
-from distill.objective import DraftSampling, Weight, require_losses, weights_at
+from distill.objective import DraftSampling, Weight, require_losses, weights_at, without_answers
 from distill.on_policy import continued
 from distill.options import checkpoint_layers, compile_layers, decoder_autocast
 from distill.parallel import (
@@ -46,6 +46,7 @@ from distill.parallel import (
 )
 from distill.signals import GetSignal, Target, get_signal, require_plain_target
 from distill.student import Trainable, freeze, require_plain_head, supervised_hidden
+from pairing.acceptance import replay
 from pairing.errors import InputError, PartFailedError
 from pairing.files import append_jsonl, read_jsonl, write_text
 from pairing.progress import bar
@@ -188,10 +189,11 @@ def fit(
             _log(out_at, row | {"tokens_per_s": round(rate, 1), "seconds": round(at.seconds, 2)})
             note = f"loss {row['loss']:.3f}  top-1 {row['top1']:.3f}  {rate:.0f} tok/s"
             advance(int(at.seconds) - int(shown) if budget else 1, note)
-            figure = _evaluate(run, heldout, at.step, out_at) if at.step % settings.eval_every == 0 else None
+            due = at.step % settings.eval_every == 0 or _done(at, total, budget)  # the last step may be the best one
+            figure = _evaluate(run, heldout, at.step, out_at) if due else None
             better = figure is not None and (at.best is None or figure > at.best)
             at.best = figure if better else at.best
-            at.seconds = _agree(accelerator, before + time.monotonic() - start)
+            at.seconds = _agree(accelerator, before + time.monotonic() - start) if due else at.seconds
             if at.step % settings.checkpoint_every == 0 or better or _done(at, total, budget):
                 _save(run, out_at, at, figure)
     return {
@@ -291,7 +293,7 @@ def batch_loss(
     reference: Any = None,
 ) -> tuple[torch.Tensor, Scores]:
     """The weighted loss summed over the batch's positions, each with its factor; and the scores of all positions."""
-    survive = _survival(settings, starts(batch.row_N, batch.column_N))
+    survive = _survival(settings, starts(batch.row_N, batch.column_N), step)
     if settings.keep_share == 1:
         return head_loss(hidden_NH, matrix_VH, signal, weights, head, survive)
     # the losses of all positions first, without gradient; then the gradient of those that are kept
@@ -317,12 +319,14 @@ def on_policy(settings: Settings, step: int) -> bool:
     return float(draw) < settings.on_policy
 
 
-def _survival(settings: Settings, first_N: torch.Tensor) -> Weigh | None:
+def _survival(settings: Settings, first_N: torch.Tensor, step: int) -> Weigh | None:
     if settings.survival is None:
         return None
+    # 1[argmax q = answer] says what the target accepts only where the answer is the target's own
+    by_answer = settings.survival == "greedy" and not on_policy(settings, step)
 
     def weigh(accepted_N: torch.Tensor, alpha_N: torch.Tensor, start: int) -> torch.Tensor:
-        w_N = accepted_N if settings.survival == "greedy" else alpha_N
+        w_N = accepted_N if by_answer else alpha_N
         return survival_weights(w_N, first_N[: len(w_N)], settings.num_speculative_tokens)[start:]
 
     return weigh
@@ -369,6 +373,8 @@ def _step(run: Run, window: Ints, step: int, progress: float) -> dict[str, Any]:
     torch.manual_seed((settings.seed * 1_000_003 + step) * 1009 + run.accelerator.process_index)
     run.model.train()
     weights, lr = weights_at(settings.losses, progress), learning_rate(settings, progress)
+    if on_policy(settings, step):
+        weights = without_answers(weights)
     stats = window_gradients(run, window, weights, step)
     loss = sum(w * stats[name] for name, w in weights.items())
     ids = [str(run.rows.data[int(i)]["id"]) for i in window[:4]]
@@ -458,12 +464,13 @@ def _evaluate(run: Run, heldout: Mapping[str, Rows], step: int, out: _Out) -> fl
                 rows,
                 batch_size=settings.batch_size,
                 chunk=settings.chunk,
+                block=settings.block,
                 most=settings.eval_prompts,
             )
-            row = summary(scores)
-            _log(out, {"kind": "eval", "step": step, "set": name} | row)
-            found.append(row["tau"].get(str(settings.num_speculative_tokens)))
-    known = [tau for tau in found if tau is not None]
+            _log(out, {"kind": "eval", "step": step, "set": name} | summary(scores))
+            accepted = [w for s in scores for w in s.accepted]
+            found.append(replay(accepted, settings.num_speculative_tokens).acceptance_length)
+    known = [tau for tau in found if math.isfinite(tau)]  # of answers of one token there is no round
     return sum(known) / len(known) if known else None
 
 

@@ -26,7 +26,7 @@ if __package__ in (None, ""):  # launched by path: sys.path[0] is recipes/, wher
 
 import torch
 from accelerate import Accelerator
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
@@ -94,6 +94,8 @@ class LoraConfig(Strict):
 
 
 class DistillConfig(Strict):
+    model_config = ConfigDict(allow_inf_nan=False)  # with what Strict says
+
     draft: Path
     """the drafter's folder, from `draftsmith init`; it is not changed"""
     data: Path
@@ -118,7 +120,7 @@ class DistillConfig(Strict):
     """optimizer steps"""
     minutes: float | None = Field(default=None, gt=0)
     """minutes of training, evaluation while training included; the rate decays to reach 0 then"""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 31)
     batch_size: int = Field(default=8, gt=0)
     """prompts per process and accumulation step"""
     accumulation: int = Field(default=1, gt=0)
@@ -143,6 +145,8 @@ class DistillConfig(Strict):
     """losses.jsd: 0 is forward KL, 1 is reverse KL"""
     serve_temperature: float | None = Field(default=None, ge=0)
     """the temperature that the pair is served at; null: the one at which the answers were drawn"""
+    temperature: float | None = Field(default=None, gt=0)
+    """with signal=online: at which target and drafter are compared; null: as served, 1 where that is greedily"""
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     """how the served drafter proposes, as in vLLM"""
     num_speculative_tokens: int = Field(default=4, ge=1)
@@ -193,11 +197,36 @@ class DistillConfig(Strict):
             raise ValueError("objective=losses needs at least one: losses.forward_kl=1")
         if self.signal == "online" and self.target is None:
             raise ValueError("signal=online needs the target: target=…")
+        if self.signal == "cached" and self.temperature not in (None, 1):
+            raise ValueError(
+                f"temperature={self.temperature:g}: stored answers hold the target's distribution at temperature 1 alone: "
+                "give signal=online, or leave temperature out"
+            )
+        if self.take == "best" and not self.heldout:
+            raise ValueError("take=best is told by the held-out sets: give heldout.NAME=…, or take=last")
+        self._require_used(given)
         if self.keep_share < 1 and self.reference is None:
             raise ValueError("keep_share compares with a drafter that was distilled before: give reference=…")
         if self.reference is not None and self.keep_share == 1:
             raise ValueError("reference is for keep_share: give keep_share=0.4, or leave reference out")
         return self
+
+    def _require_used(self, given: dict[str, Weight]) -> None:
+        """Raises ValueError for a key that nothing would look at beside the others."""
+        online, adapters = self.signal == "online", self.trainable in ("lora", "qlora")
+        used = {
+            "target_dtype": (online, "signal=online"),
+            "target_device": (online, "signal=online"),
+            "lora": (adapters, "trainable=lora or qlora"),
+            "jsd_beta": ("jsd" in given, "losses.jsd"),
+            "selection": (self.keep_share < 1, "keep_share below 1"),
+            "on_policy_temperature": (self.on_policy > 0, "on_policy above 0"),
+            "serve_temperature": (not given or online, "objective=auto, or signal=online"),
+            "draft_sample_method": (not given or self.survival, "objective=auto, or survival=true"),
+        }
+        for key, (looked_at, needs) in used.items():
+            if not looked_at and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is for {needs}: nothing would look at it here; leave it out")
 
 
 def main(argv: list[str]) -> int:
@@ -216,7 +245,7 @@ def main(argv: list[str]) -> int:
 def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run: bool = False) -> dict[str, Any]:
     """Trains, evaluates before against after, writes the drafter; or returns the plan. All ranks call it."""
     rows, heldout, answered_at = _inputs(config, notes)
-    settings, why = _settings(config, answered_at)
+    settings, temperature, why = _settings(config, answered_at)
     notes.print(f"losses: {why}", markup=False)
     if dry_run:
         return _plan(config, settings, rows, heldout, accelerator) | {"objective": why}
@@ -227,17 +256,18 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         notes.print(f"{config.out} is finished already", markup=False)
         return _result(config, read_json(config.out / "evaluation.json"))
     send, close = _tracker(config, accelerator, notes)
-    model, target = _student(config), _target(config, settings, accelerator)
+    model, target = _student(config), _target(config, temperature, accelerator)
     reference = load_model(config.reference).to(accelerator.device).eval() if config.reference is not None else None
     summary = fit(accelerator, model, rows, heldout, settings, config.out, target, reference, _digests(config), send)
     close()
     del model, target, reference
     model, taken = _trained(config, accelerator, heldout)
     before = load_model(config.draft).to(accelerator.device)
-    summary |= {"losses": dict(settings.losses), "objective": why, "signal": config.signal} | taken
+    summary |= {"losses": dict(settings.losses), "objective": why, "signal": config.signal}
+    summary |= {"temperature": temperature} | taken
     sets, lines = {}, []
     for name, held in heldout.items():
-        sizes = {"batch_size": config.batch_size, "chunk": config.chunk}
+        sizes = {"batch_size": config.batch_size, "chunk": config.chunk, "block": config.block}
         scores = [score_prompts(accelerator, m, held, **sizes) for m in (before, model)]
         sets[name] = compare(*scores)
         for b, a in zip(*scores, strict=True):
@@ -351,8 +381,10 @@ def _inputs(config: DistillConfig, notes: Console) -> tuple[Rows, dict[str, Rows
         supervised_or_stop(name, supervised, all_tokens)
         share = f"{supervised:,} supervised of {all_tokens:,} tokens ({r.share:.1%})"
         notes.print(f"{name}: {len(r)} prompts, {share}", markup=False)
+    if config.target_device is not None:
+        _require_device(config.target_device)
     if config.reference is not None:
-        _require_reference(config.reference, model["vocab_size"])
+        _require_reference(config.reference, model["vocab_size"], draft)
     if config.top_logprobs is not None and config.top_logprobs > rows["data"].head:
         raise InputError(
             f"top_logprobs={config.top_logprobs}: the answers hold {rows['data'].head} ids a position: ask for at most those, or "
@@ -363,11 +395,16 @@ def _inputs(config: DistillConfig, notes: Console) -> tuple[Rows, dict[str, Rows
     return data, {name.removeprefix("heldout."): r for name, r in rows.items()}, answered_at
 
 
-def _require_reference(folder: Path, rows: int) -> None:
-    have = read_json(resolve(str(folder)).path / "config.json")["vocab_size"]
+def _require_reference(folder: Path, rows: int, draft: Path) -> None:
+    path = resolve(str(folder)).path
+    have = read_json(path / "config.json")["vocab_size"]
     if have != rows:
         raise InputError(
             f"reference={folder}: {have} vocabulary rows, the draft has {rows}: it must be a drafter of this target"
+        )
+    if load_tokenizer(path).get_vocab() != load_tokenizer(draft).get_vocab():
+        raise InputError(
+            f"reference={folder}: its tokenizer gives other ids than the draft's: it must be a drafter of this target"
         )
 
 
@@ -393,9 +430,14 @@ def _require_pair(name: str, answers: Answers, pair: dict[str, Any], config: Dis
         notes.print(f"{name}: written by {was['name']}, the draft was made from {made_for['name']}", markup=False)
 
 
-def _settings(config: DistillConfig, answered_at: float) -> tuple[Settings, str]:
-    """The loop's settings, and in one sentence what is minimised and why."""
+def _settings(config: DistillConfig, answered_at: float) -> tuple[Settings, float, str]:
+    """The loop's settings, the temperature of both distributions, and in one sentence what is minimised and why.
+
+    A served target and a drafter that is sampled are both divided by the serving temperature before a token is accepted, so
+    that is where they are compared. At 0 only the argmax counts, which the losses name; stored answers hold temperature 1.
+    """
     served_at = answered_at if config.serve_temperature is None else config.serve_temperature
+    temperature = config.temperature or ((served_at or 1.0) if config.signal == "online" else 1.0)
     losses, why = config.losses.given(), "as given"
     if not losses:
         losses, why = auto(served_at, config.draft_sample_method)
@@ -405,18 +447,31 @@ def _settings(config: DistillConfig, answered_at: float) -> tuple[Settings, str]
     said = ", ".join(
         f"{name} {weight if isinstance(weight, list) else f'{weight:g}'}" for name, weight in losses.items()
     )
-    return settings, f"{said} ({why})"
+    return settings, temperature, f"{said} at temperature {temperature:g} ({why})"
 
 
-def _target(config: DistillConfig, settings: Settings, accelerator: Accelerator) -> Target | None:
+def _target(config: DistillConfig, temperature: float, accelerator: Accelerator) -> Target | None:
     if config.signal == "cached" or config.target is None:
         return None
     source = resolve(config.target)
-    stored = str(read_json(source.path / "config.json").get("dtype") or "float32")
+    stored = _dtype(source.path)
     dtype = config.target_dtype or (stored if accelerator.device.type == "cuda" else "float32")
     model = load_model(source.path, getattr(torch, dtype))
-    # at temperature 0 there is nothing to learn but the argmax, which the losses name; the distribution is taken at 1
-    return online(model, config.target, config.target_device or accelerator.device, accelerator.device)
+    return online(model, config.target, config.target_device or accelerator.device, accelerator.device, temperature)
+
+
+def _require_device(name: str) -> None:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as e:  # torch asserts where it was built without that kind of device
+        reason = str(e).splitlines()[0].split(". ")[0]
+        raise InputError(f"target_device={name}: {reason}: name one that is here, such as cuda:0 or cpu") from e
+
+
+def _dtype(folder: Path) -> str:
+    """The type that a folder's weights are stored in, as its config says: the second key is transformers 4's."""
+    config = read_json(folder / "config.json")
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
 def _plan(
@@ -468,7 +523,7 @@ def _write_drafter(config: DistillConfig, model: Any, evaluation: dict[str, Any]
     """The draft's folder with trained weights in its own dtype; everything else but pair.json and card is copied."""
     broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
     assert not broken, broken  # the last checkpoint has looked
-    dtype = getattr(torch, str(read_json(config.draft / "config.json").get("dtype") or "float32"))
+    dtype = getattr(torch, _dtype(config.draft))
     head_VH = model.to(dtype).get_output_embeddings().weight
     with torch.no_grad():  # training leaves padding rows as they were, whatever they were: none may ever be the argmax
         head_VH.copy_(settle_padding(head_VH, set(load_tokenizer(config.draft).get_vocab().values())))

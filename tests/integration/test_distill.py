@@ -487,6 +487,27 @@ def test_bad_input_is_refused_in_one_line_before_anything_is_written(place: Path
         ({"top_logprobs": 9}, "the answers hold 8 ids"),
         ({"keep_share": 0.4}, "reference="),
         ({"keep_share": 0.4, "reference": tmp_path / "wide"}, "288 vocabulary rows"),
+        ({"keep_share": 0.4, "reference": tmp_path / "swapped"}, "other ids than the draft's"),
+        ({"signal": "online", "target": place / "target", "target_device": "cuda:77"}, "target_device=cuda:77"),
+        ({"signal": "online", "target": place / "target", "target_device": "moon"}, "target_device=moon"),
+        ({"signal": "online", "target": place / "target", "top_logprobs": 3}, "leave it out"),
+        ({"temperature": 0.7}, "at temperature 1 alone"),
+        ({"take": "best", "heldout.own": "null", "heldout": "{}"}, "give heldout.NAME"),
+        # keys that nothing would look at
+        ({"target_dtype": "bfloat16"}, "target_dtype is for signal=online"),
+        ({"target_device": "cpu"}, "target_device is for signal=online"),
+        ({"lora.rank": 8}, "lora is for trainable=lora"),
+        ({"jsd_beta": 0.9}, "jsd_beta is for losses.jsd"),
+        ({"selection": "random"}, "selection is for keep_share"),
+        ({"on_policy_temperature": 0.5}, "on_policy_temperature is for on_policy"),
+        ({"losses.forward_kl": 1, "serve_temperature": 0.7}, "serve_temperature is for objective=auto"),
+        ({"losses.forward_kl": 1, "draft_sample_method": "probabilistic"}, "draft_sample_method is for objective"),
+        # numbers that no run can have
+        ({"epochs": ".inf"}, "epochs"),
+        ({"minutes": ".inf"}, "minutes"),
+        ({"seed": 1 << 40}, "seed"),
+        ({"losses.forward_kl": ".inf"}, "losses.forward_kl"),
+        ({"losses.forward_kl": "[[0, .nan]]"}, "losses.forward_kl"),
         ({"batchsize": 3}, "batch_size"),
         ({"losses.forward_k": 1}, "losses.forward_kl"),
         ({"lr": "fast"}, "lr"),
@@ -548,6 +569,25 @@ def test_the_best_checkpoint_is_kept_and_can_be_taken(
     assert result["training"]["taken_step"] == best["step"]
     assert result["sets"]["own"]["after"]["tau"]["4"] == pytest.approx(best["tau"]["4"])
     assert {p.name for p in (out / "checkpoints").iterdir()} == {f"step-{best['step']:06d}", "step-000040"}
+
+
+@pytest.mark.parametrize(("K", "minutes"), [(4, None), (12, 0.05)])
+def test_the_last_step_may_be_the_best_at_any_served_k(
+    place: Path, tmp_path: Path, accelerator: Accelerator, K: int, minutes: float | None
+) -> None:
+    """A run's last step is evaluated though no interval ends there, and τ is that of the K that is served."""
+    limit = {"max_steps": 6} if minutes is None else {"minutes": minutes}
+    settings = Settings(**{**BASE, **limit, "num_speculative_tokens": K})
+    held = rows_of(place / "held")
+    done = fit(accelerator, load_model(place / "draft"), rows_of(place / "train"), {"own": held}, settings, tmp_path)
+    state = read_json(tmp_path / "checkpoints" / f"step-{done['steps']:06d}" / "state.json")
+    assert state["state"]["best"] == state["figure"]
+    log = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in log if row["kind"] == "eval"] == [0, done["steps"]]
+    if K == 4:
+        assert state["figure"] == log[-1]["tau"]["4"]
+    else:
+        assert state["figure"] >= log[-1]["tau"]["8"]
 
 
 @pytest.mark.usefixtures("alone")
