@@ -13,9 +13,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -30,7 +28,7 @@ from pydantic import ConfigDict, Field, model_validator
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from distill.adapters import attach, check_reload, drift, load_in_4bit, merged
+from distill.adapters import attach, drift, load_in_4bit, merged
 from distill.answers import Answers, open_answers, require_target
 from distill.batches import Rows, check_rows
 from distill.checkpoint import Which, load_weights
@@ -38,14 +36,15 @@ from distill.evaluate import compare, score_prompts, verdict
 from distill.guards import supervised_or_stop, tracker
 from distill.objective import Weight, auto
 from distill.parallel import kind_of
+from distill.plan import plan_run
+from distill.save import stored_dtype, write_drafter
+from distill.settings import Settings, require_possible
 from distill.signals import Target, online
 from distill.student import Trainable, freeze
-from distill.train import Send, Settings, fit, require_possible, steps_of
-from pairing.card import write_card
+from distill.train import Send, fit
 from pairing.errors import InputError
-from pairing.files import append_jsonl, digest_json, new_folder, read_json, write_json
-from pairing.pair import describe_model, read_pair, update_pair
-from pairing.rows import settle_padding
+from pairing.files import append_jsonl, digest_json, read_json, write_json
+from pairing.pair import describe_model, read_pair
 from pairing.source import load_model, load_tokenizer, resolve
 from recipes.config import Strict, guarded, parse
 from recipes.run_folder import open_run
@@ -248,7 +247,9 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
     settings, temperature, why = _settings(config, answered_at)
     notes.print(f"losses: {why}", markup=False)
     if dry_run:
-        return _plan(config, settings, rows, heldout, accelerator) | {"objective": why}
+        sizes = plan_run(_student(config), config.draft, _beside(config, accelerator), settings, rows, heldout,
+                         accelerator.num_processes, accelerator.device)  # fmt: skip
+        return {"plan": sizes, "objective": why}
     with accelerator.main_process_first():
         if accelerator.is_main_process:
             open_run(config.out, config)
@@ -278,7 +279,8 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         for line in lines:
             append_jsonl(config.out / "evaluation_prompts.jsonl", line)
         write_json(config.out / "evaluation.json", evaluation)
-        _write_drafter(config, model, evaluation)
+        how = config.model_dump(mode="json", include={"lr", "seed", "trainable"})
+        write_drafter(config.out / "drafter", config.draft, model, evaluation, how, config.data)
     return _result(config, evaluation)
 
 
@@ -454,10 +456,22 @@ def _target(config: DistillConfig, temperature: float, accelerator: Accelerator)
     if config.signal == "cached" or config.target is None:
         return None
     source = resolve(config.target)
-    stored = _dtype(source.path)
-    dtype = config.target_dtype or (stored if accelerator.device.type == "cuda" else "float32")
-    model = load_model(source.path, getattr(torch, dtype))
+    model = load_model(source.path, _target_dtype(config, source.path, accelerator))
     return online(model, config.target, config.target_device or accelerator.device, accelerator.device, temperature)
+
+
+def _target_dtype(config: DistillConfig, folder: Path, accelerator: Accelerator) -> torch.dtype:
+    name = config.target_dtype or (stored_dtype(folder) if accelerator.device.type == "cuda" else "float32")
+    return getattr(torch, name)
+
+
+def _beside(config: DistillConfig, accelerator: Accelerator) -> dict[Path, int]:
+    """What runs frozen beside the drafter, and the bytes of a weight of it."""
+    beside = {} if config.reference is None else {resolve(str(config.reference)).path: 4}
+    if config.signal == "online" and config.target is not None:
+        folder = resolve(config.target).path
+        beside[folder] = _target_dtype(config, folder, accelerator).itemsize
+    return beside
 
 
 def _require_device(name: str) -> None:
@@ -466,83 +480,6 @@ def _require_device(name: str) -> None:
     except (RuntimeError, AssertionError) as e:  # torch asserts where it was built without that kind of device
         reason = str(e).splitlines()[0].split(". ")[0]
         raise InputError(f"target_device={name}: {reason}: name one that is here, such as cuda:0 or cpu") from e
-
-
-def _dtype(folder: Path) -> str:
-    """The type that a folder's weights are stored in, as its config says: the second key is transformers 4's."""
-    config = read_json(folder / "config.json")
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
-
-
-def _plan(
-    config: DistillConfig, settings: Settings, rows: Rows, heldout: dict[str, Rows], accelerator: Accelerator
-) -> dict[str, Any]:
-    """Sizes, and a rough time from a matrix product's speed on this machine."""
-    model = _student(config)
-    params = sum(p.numel() for _, p in freeze(model, config.trainable))
-    head = model.get_output_embeddings().weight
-    body = sum(p.numel() for p in model.parameters()) - head.numel()
-    body -= 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
-    per_epoch, total = steps_of(settings, rows, config.batch_size * config.accumulation * accelerator.num_processes)
-    tokens, supervised = int(rows.tokens_P.sum()), int(rows.supervised_P.sum())
-    head_passes = 4 if config.trainable == "layers" else 6
-    seconds = (6 * body * tokens + head_passes * head.numel() * supervised) / _flops(accelerator.device)
-    epoch_minutes = seconds / accelerator.num_processes / 60
-    weights = 4 * sum(p.numel() for p in model.parameters())
-    return {
-        "plan": {
-            "prompts": len(rows),
-            "tokens": tokens,
-            "supervised_tokens": supervised,
-            "heldout": {n: len(r) for n, r in heldout.items()},
-            "processes": accelerator.num_processes,
-            "steps_per_epoch": per_epoch,
-            "steps": total,
-            "minutes": config.minutes,
-            "rough_minutes_per_epoch": round(epoch_minutes, 2),
-            "trainable_parameters": params,
-            "checkpoint_bytes": 12 * params,
-            "drafter_bytes": sum(f.stat().st_size for f in config.draft.glob("*.safetensors")),
-            "memory_bytes": weights + 12 * params + 8 * config.chunk * head.shape[0],
-        }
-    }
-
-
-def _flops(device: torch.device) -> float:
-    """What matrix products of a small model's size reach here, after a first one to warm up."""
-    a, b = torch.ones(512, 576, device=device), torch.ones(576, 4096, device=device)
-    started, n = time.perf_counter(), 0
-    while time.perf_counter() - started < 0.2 or n < 3:
-        started = time.perf_counter() if n == 1 else started
-        (a @ b).sum().item()
-        n += 1
-    return 2 * 512 * 576 * 4096 * (n - 1) / (time.perf_counter() - started)
-
-
-def _write_drafter(config: DistillConfig, model: Any, evaluation: dict[str, Any]) -> None:
-    """The draft's folder with trained weights in its own dtype; everything else but pair.json and card is copied."""
-    broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
-    assert not broken, broken  # the last checkpoint has looked
-    dtype = getattr(torch, _dtype(config.draft))
-    head_VH = model.to(dtype).get_output_embeddings().weight
-    with torch.no_grad():  # training leaves padding rows as they were, whatever they were: none may ever be the argmax
-        head_VH.copy_(settle_padding(head_VH, set(load_tokenizer(config.draft).get_vocab().values())))
-    step = {"step": "distill", "data": str(config.data), **evaluation["training"], "verdict": evaluation["verdict"]}
-    with new_folder(config.out / "drafter") as temp:
-        model.save_pretrained(temp)
-        for source in config.draft.iterdir():
-            if source.is_file() and not source.name.endswith((".safetensors", ".safetensors.index.json")):
-                shutil.copyfile(source, temp / source.name)
-            elif source.is_dir():
-                shutil.copytree(source, temp / source.name)
-        pair = read_pair(temp)
-        how = config.model_dump(mode="json", include={"lr", "seed", "trainable"})
-        training = evaluation["training"] | how
-        for name, result in evaluation["sets"].items():
-            training |= {f"top1 on {name}": result["after"]["top1"], f"tau K=4 on {name}": result["after"]["tau"]["4"]}
-        update_pair(temp, made=[*pair["made"], step], training=training)
-        write_card(temp, name="drafter")
-        check_reload(temp, model)
 
 
 def _result(config: DistillConfig, evaluation: dict[str, Any]) -> dict[str, Any]:

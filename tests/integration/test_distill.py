@@ -19,13 +19,17 @@ import yaml
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+import distill.step
 import distill.train
 from distill.answers import open_answers
 from distill.batches import Ints, Rows, check_rows
 from distill.checkpoint import load_checkpoint, save_checkpoint
+from distill.head import head_loss
+from distill.settings import learning_rate
 from distill.signals import get_signal
+from distill.step import optimizer_of, optimizer_step, ready, window_gradients
 from distill.student import freeze
-from distill.train import Position, Settings, fit, learning_rate, optimizer_of, ready, window_gradients
+from distill.train import Position, Settings, fit
 from pairing.errors import InputError, PartFailedError
 from pairing.files import read_json, read_jsonl
 from pairing.init import init_drafter
@@ -141,18 +145,18 @@ def test_a_budget_in_minutes_is_resumable_and_its_decay_ends(
     rows = rows_of(place / "train")
     clock = Clock()
     monkeypatch.setattr(distill.train, "time", clock)
-    step = distill.train._step
+    step = optimizer_step
 
     def dies(run: Any, window: Ints, at: int, progress: float) -> dict[str, Any]:
         if at == 12:
             raise KeyboardInterrupt
         return step(run, window, at, progress)
 
-    monkeypatch.setattr(distill.train, "_step", dies)
+    monkeypatch.setattr(distill.train, "optimizer_step", dies)
     with pytest.raises(KeyboardInterrupt):
         fit(accelerator, load_model(place / "draft"), rows, {}, settings, tmp_path)
     clock.now += 1e5  # time in between does not count
-    monkeypatch.setattr(distill.train, "_step", step)
+    monkeypatch.setattr(distill.train, "optimizer_step", step)
     summary = fit(accelerator, load_model(place / "draft"), rows, {}, settings, tmp_path)
     log = read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in log] == list(range(1, summary["steps"] + 1))
@@ -194,12 +198,12 @@ def test_a_loss_that_is_not_finite_stops_with_the_reason_and_keeps_the_checkpoin
     place: Path, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(**{**BASE, "max_steps": 9, "checkpoint_every": 2, "keep": 1})
-    original, calls = distill.train.head_loss, iter(range(1, 100))
+    original, calls = head_loss, iter(range(1, 100))
 
     def breaks(hidden: torch.Tensor, *rest: Any) -> Any:
         return original(hidden * (float("nan") if next(calls) == 6 else 1), *rest)
 
-    monkeypatch.setattr(distill.train, "head_loss", breaks)
+    monkeypatch.setattr(distill.step, "head_loss", breaks)
     rows = rows_of(place / "train")
     with pytest.raises(PartFailedError, match=r"step 6: the loss is nan.*lower lr"):
         fit(accelerator, load_model(place / "draft"), rows, {}, settings, tmp_path)

@@ -16,9 +16,11 @@ from distill.answers import open_answers
 from distill.batches import Rows, check_rows, collate
 from distill.head import Head, head_scores
 from distill.losses import LOSSES, NEED_ALL
+from distill.settings import on_policy
 from distill.signals import Target, cut, get_signal, online
+from distill.step import ready, window_gradients
 from distill.student import freeze, supervised_hidden
-from distill.train import Settings, fit, on_policy, ready, window_gradients
+from distill.train import Settings, fit
 from pairing.errors import InputError
 from pairing.files import read_jsonl
 from pairing.init import init_drafter
