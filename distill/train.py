@@ -80,6 +80,8 @@ def fit(
     require_plain_head(model, first)
     if target is not None:
         require_plain_target(target, first)
+    if reference is not None:
+        require_plain_head(reference, first, "reference")
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
     if settings.compile:

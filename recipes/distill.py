@@ -29,23 +29,23 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from distill.adapters import attach, drift, load_in_4bit, merged
-from distill.answers import Answers, open_answers, require_target
-from distill.batches import Rows, check_rows
+from distill.batches import Rows
 from distill.checkpoint import Which, load_weights
 from distill.evaluate import compare, score_prompts, verdict
-from distill.guards import supervised_or_stop, tracker
+from distill.guards import tracker
+from distill.inputs import open_inputs, require_reference
 from distill.objective import Weight, auto
 from distill.parallel import kind_of
 from distill.plan import plan_run
 from distill.save import stored_dtype, write_drafter
 from distill.settings import Settings, require_possible
-from distill.signals import Target, online
+from distill.signals import Target, online, require_recorded
 from distill.student import Trainable, freeze
 from distill.train import Send, fit
 from pairing.errors import InputError
 from pairing.files import append_jsonl, digest_json, read_json, write_json
-from pairing.pair import describe_model, read_pair
-from pairing.source import load_model, load_tokenizer, resolve
+from pairing.pair import describe_model
+from pairing.source import load_model, resolve
 from recipes.config import Strict, guarded, parse
 from recipes.run_folder import open_run
 
@@ -243,7 +243,16 @@ def main(argv: list[str]) -> int:
 
 def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run: bool = False) -> dict[str, Any]:
     """Trains, evaluates before against after, writes the drafter; or returns the plan. All ranks call it."""
-    rows, heldout, answered_at = _inputs(config, notes)
+    draft = resolve(str(config.draft)).path
+    rows, heldout, answered_at = open_inputs(
+        draft, config.data, config.heldout, config.target, lambda line: notes.print(line, markup=False)
+    )
+    if config.target_device is not None:
+        _require_device(config.target_device)
+    if config.reference is not None:
+        require_reference(config.reference, draft)
+    if config.signal == "cached":
+        require_recorded(rows, config.top_logprobs)
     settings, temperature, why = _settings(config, answered_at)
     notes.print(f"losses: {why}", markup=False)
     if dry_run:
@@ -335,7 +344,12 @@ def _digests(config: DistillConfig) -> dict[str, str]:
     meta = read_json(config.data / "meta.json")
     described = describe_model(resolve(str(config.draft)))["digests"]
     answers = {k: v for k, v in meta.items() if k not in ("versions", "stats", "complete")}
-    return {"draft": described["weights"], "target": meta["target"]["digests"]["weights"],
+    compared = (
+        {}
+        if config.reference is None
+        else {"reference": describe_model(resolve(str(config.reference)))["digests"]["weights"]}
+    )
+    return compared | {"draft": described["weights"], "target": meta["target"]["digests"]["weights"],
             "tokenizer": meta["target"]["digests"]["tokenizer"], "data": digest_json(answers)}  # fmt: skip
 
 
@@ -353,83 +367,6 @@ def _accelerator(config: DistillConfig) -> Accelerator:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(config.threads or max(1, cores // accelerator.num_processes))
     return accelerator
-
-
-def _inputs(config: DistillConfig, notes: Console) -> tuple[Rows, dict[str, Rows], float]:
-    """The answers to train and to test on, and the temperature at which the former were drawn.
-
-    Everything that can be wrong is found here, before a weight is read or a file is written.
-    """
-    draft = resolve(str(config.draft)).path
-    pair, model = read_pair(draft), read_json(draft / "config.json")
-    if "quantization_config" in model:
-        raise InputError(f"{draft}: its weights are quantized: distil the drafter first, then quantize it")
-    real = max(load_tokenizer(draft).get_vocab().values()) + 1
-    sets = {"data": open_answers(config.data)} | {f"heldout.{n}": open_answers(p) for n, p in config.heldout.items()}
-    for name, answers in sets.items():
-        _require_pair(name, answers, pair, config, notes)
-    limits = {"rows": model["vocab_size"], "real": real, "context": model["max_position_embeddings"]}
-    rows = {name: check_rows(answers, f"{name} ({_folder(config, name)})", **limits) for name, answers in sets.items()}
-    train = set(sets["data"].data["id"])
-    for name, answers in sets.items():
-        both = [i for i in answers.data["id"] if i in train] if name != "data" else []
-        if both:
-            raise InputError(
-                f"{name}: {len(both)} of its prompts are trained on too, {both[0]} first: its figures would mean "
-                "nothing; generate it from other prompts"
-            )
-    for name, r in rows.items():
-        supervised, all_tokens = int(r.supervised_P.sum()), int(r.tokens_P.sum())
-        supervised_or_stop(name, supervised, all_tokens)
-        share = f"{supervised:,} supervised of {all_tokens:,} tokens ({r.share:.1%})"
-        notes.print(f"{name}: {len(r)} prompts, {share}", markup=False)
-    if config.target_device is not None:
-        _require_device(config.target_device)
-    if config.reference is not None:
-        _require_reference(config.reference, model["vocab_size"], draft)
-    if config.top_logprobs is not None and config.top_logprobs > rows["data"].head:
-        raise InputError(
-            f"top_logprobs={config.top_logprobs}: the answers hold {rows['data'].head} ids a position: ask for at most those, or "
-            "generate them with more"
-        )
-    data = rows.pop("data")
-    answered_at = float(sets["data"].meta.get("sampling", {}).get("temperature", 0.0))
-    return data, {name.removeprefix("heldout."): r for name, r in rows.items()}, answered_at
-
-
-def _require_reference(folder: Path, rows: int, draft: Path) -> None:
-    path = resolve(str(folder)).path
-    have = read_json(path / "config.json")["vocab_size"]
-    if have != rows:
-        raise InputError(
-            f"reference={folder}: {have} vocabulary rows, the draft has {rows}: it must be a drafter of this target"
-        )
-    if load_tokenizer(path).get_vocab() != load_tokenizer(draft).get_vocab():
-        raise InputError(
-            f"reference={folder}: its tokenizer gives other ids than the draft's: it must be a drafter of this target"
-        )
-
-
-def _folder(config: DistillConfig, name: str) -> Path:
-    return config.data if name == "data" else config.heldout[name.removeprefix("heldout.")]
-
-
-def _require_pair(name: str, answers: Answers, pair: dict[str, Any], config: DistillConfig, notes: Console) -> None:
-    if config.target is not None:
-        require_target(answers, resolve(config.target))
-    if answers.meta.get("turns") == "given":
-        notes.print(
-            f"{name}: its answers are not the target's own, so acceptance on them is not what serving gives",
-            markup=False,
-        )
-    was, made_for = answers.meta["target"], pair["target"]
-    if was["digests"]["tokenizer"] != made_for["digests"]["tokenizer"]:
-        raise InputError(
-            f"{name}: these answers are in the tokens of {was['name']}, the draft was made for {made_for['name']}, and "
-            "their tokenizers differ: make the draft from that target with `draftsmith init`"
-        )
-    if was["digests"]["weights"] != made_for["digests"]["weights"]:
-        notes.print(f"{name}: written by {was['name']}, the draft was made from {made_for['name']}", markup=False)
 
 
 def _settings(config: DistillConfig, answered_at: float) -> tuple[Settings, float, str]:

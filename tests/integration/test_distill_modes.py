@@ -175,6 +175,21 @@ def test_refusals_of_signals(place: Path, rows: Rows, target: Target, accelerato
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("role", ["draft", "target", "reference"])
+def test_a_model_whose_logits_are_not_finite_is_named(
+    place: Path, rows: Rows, accelerator: Accelerator, tmp_path: Path, role: str, value: float
+) -> None:
+    models = {name: load_model(place / name) for name in ("draft", "target", "reference")}
+    with torch.no_grad():
+        models[role].get_output_embeddings().weight[70, 0] = value
+    against = online(models["target"], "target", "cpu", "cpu")
+    at = settings(keep_share=0.5)
+    with pytest.raises(InputError, match=rf"the {role} \(llama\) gives logits that are not finite on prompt \w+"):
+        fit(accelerator, models["draft"], rows, {}, at, tmp_path / "out", against, models["reference"])
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_share_of_steps_is_on_policy_the_same_after_a_resume() -> None:
     at = settings(on_policy=0.3)
     steps = [on_policy(at, step) for step in range(400)]
