@@ -144,8 +144,9 @@ class DistillConfig(Strict):
     """losses.jsd: 0 is forward KL, 1 is reverse KL"""
     serve_temperature: float | None = Field(default=None, ge=0)
     """the temperature that the pair is served at; null: the one at which the answers were drawn"""
-    temperature: float | None = Field(default=None, gt=0)
-    """with signal=online: at which target and drafter are compared; null: as served, 1 where that is greedily"""
+    temperature: float = Field(default=1.0, gt=0)
+    """with signal=online: at which target and drafter are compared. 1 gave more acceptance than the serving temperature
+    itself, also at that one (docs/notebook.md); stored answers hold 1 alone"""
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     """how the served drafter proposes, as in vLLM"""
     num_speculative_tokens: int = Field(default=4, ge=1)
@@ -196,11 +197,6 @@ class DistillConfig(Strict):
             raise ValueError("objective=losses needs at least one: losses.forward_kl=1")
         if self.signal == "online" and self.target is None:
             raise ValueError("signal=online needs the target: target=…")
-        if self.signal == "cached" and self.temperature not in (None, 1):
-            raise ValueError(
-                f"temperature={self.temperature:g}: stored answers hold the target's distribution at temperature 1 alone: "
-                "give signal=online, or leave temperature out"
-            )
         if self.take == "best" and not self.heldout:
             raise ValueError("take=best is told by the held-out sets: give heldout.NAME=…, or take=last")
         self._require_used(given)
@@ -214,13 +210,14 @@ class DistillConfig(Strict):
         """Raises ValueError for a key that nothing would look at beside the others."""
         online, adapters = self.signal == "online", self.trainable in ("lora", "qlora")
         used = {
+            "temperature": (online, "signal=online (stored answers hold temperature 1 alone)"),
             "target_dtype": (online, "signal=online"),
             "target_device": (online, "signal=online"),
             "lora": (adapters, "trainable=lora or qlora"),
             "jsd_beta": ("jsd" in given, "losses.jsd"),
             "selection": (self.keep_share < 1, "keep_share below 1"),
             "on_policy_temperature": (self.on_policy > 0, "on_policy above 0"),
-            "serve_temperature": (not given or online, "objective=auto, or signal=online"),
+            "serve_temperature": (not given, "objective=auto"),
             "draft_sample_method": (not given or self.survival, "objective=auto, or survival=true"),
         }
         for key, (looked_at, needs) in used.items():
@@ -253,7 +250,7 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         require_reference(config.reference, draft)
     if config.signal == "cached":
         require_recorded(rows, config.top_logprobs)
-    settings, temperature, why = _settings(config, answered_at)
+    settings, why = _settings(config, answered_at)
     notes.print(f"losses: {why}", markup=False)
     if dry_run:
         sizes = plan_run(_student(config), config.draft, _beside(config, accelerator), settings, rows, heldout,
@@ -266,7 +263,7 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         notes.print(f"{config.out} is finished already", markup=False)
         return _result(config, read_json(config.out / "evaluation.json"))
     send, close = _tracker(config, accelerator, notes)
-    model, target = _student(config), _target(config, temperature, accelerator)
+    model, target = _student(config), _target(config, accelerator)
     reference = load_model(config.reference).to(accelerator.device).eval() if config.reference is not None else None
     summary = fit(accelerator, model, rows, heldout, settings, config.out, target, reference, _digests(config), send)
     close()
@@ -274,7 +271,7 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
     model, taken = _trained(config, accelerator, heldout)
     before = load_model(config.draft).to(accelerator.device)
     summary |= {"losses": dict(settings.losses), "objective": why, "signal": config.signal}
-    summary |= {"temperature": temperature} | taken
+    summary |= {"temperature": config.temperature} | taken
     sets, lines = {}, []
     for name, held in heldout.items():
         sizes = {"batch_size": config.batch_size, "chunk": config.chunk, "block": config.block}
@@ -369,14 +366,9 @@ def _accelerator(config: DistillConfig) -> Accelerator:
     return accelerator
 
 
-def _settings(config: DistillConfig, answered_at: float) -> tuple[Settings, float, str]:
-    """The loop's settings, the temperature of both distributions, and in one sentence what is minimised and why.
-
-    A served target and a drafter that is sampled are both divided by the serving temperature before a token is accepted, so
-    that is where they are compared. At 0 only the argmax counts, which the losses name; stored answers hold temperature 1.
-    """
+def _settings(config: DistillConfig, answered_at: float) -> tuple[Settings, str]:
+    """The loop's settings, and in one sentence what is minimised and why."""
     served_at = answered_at if config.serve_temperature is None else config.serve_temperature
-    temperature = config.temperature or ((served_at or 1.0) if config.signal == "online" else 1.0)
     losses, why = config.losses.given(), "as given"
     if not losses:
         losses, why = auto(served_at, config.draft_sample_method)
@@ -386,15 +378,17 @@ def _settings(config: DistillConfig, answered_at: float) -> tuple[Settings, floa
     said = ", ".join(
         f"{name} {weight if isinstance(weight, list) else f'{weight:g}'}" for name, weight in losses.items()
     )
-    return settings, temperature, f"{said} at temperature {temperature:g} ({why})"
+    return settings, f"{said} at temperature {config.temperature:g} ({why})"
 
 
-def _target(config: DistillConfig, temperature: float, accelerator: Accelerator) -> Target | None:
+def _target(config: DistillConfig, accelerator: Accelerator) -> Target | None:
     if config.signal == "cached" or config.target is None:
         return None
     source = resolve(config.target)
     model = load_model(source.path, _target_dtype(config, source.path, accelerator))
-    return online(model, config.target, config.target_device or accelerator.device, accelerator.device, temperature)
+    return online(
+        model, config.target, config.target_device or accelerator.device, accelerator.device, config.temperature
+    )
 
 
 def _target_dtype(config: DistillConfig, folder: Path, accelerator: Accelerator) -> torch.dtype:

@@ -460,6 +460,10 @@ def test_dry_run_prints_sizes_and_writes_nothing(
     assert plan["checkpoint_bytes"] == 12 * params
     assert plan["supervised_tokens"] == int(rows_of(place / "train").supervised_P.sum())
     assert not (tmp_path / "out").exists()
+    beside = {"target": place / "target", "signal": "online", "target_dtype": "bfloat16", "trainable": "layers"}
+    assert main([*keys(place, tmp_path / "out", **beside), "--dry-run", "--json"]) == 0
+    more = json.loads(capsys.readouterr().out)["plan"]["memory_bytes"] - plan["memory_bytes"]
+    assert more == 2 * sum(p.numel() for p in load_model(place / "target").parameters())
 
 
 @pytest.mark.usefixtures("alone")
@@ -495,7 +499,7 @@ def test_bad_input_is_refused_in_one_line_before_anything_is_written(place: Path
         ({"signal": "online", "target": place / "target", "target_device": "cuda:77"}, "target_device=cuda:77"),
         ({"signal": "online", "target": place / "target", "target_device": "moon"}, "target_device=moon"),
         ({"signal": "online", "target": place / "target", "top_logprobs": 3}, "leave it out"),
-        ({"temperature": 0.7}, "at temperature 1 alone"),
+        ({"temperature": 0.7}, "temperature 1 alone"),
         ({"take": "best", "heldout.own": "null", "heldout": "{}"}, "give heldout.NAME"),
         # keys that nothing would look at
         ({"target_dtype": "bfloat16"}, "target_dtype is for signal=online"),
