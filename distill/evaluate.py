@@ -43,7 +43,14 @@ class PromptScore:
 
 
 def score_prompts(
-    accelerator: Accelerator, model: Any, rows: Rows, *, batch_size: int, chunk: int, most: int | None = None
+    accelerator: Accelerator,
+    model: Any,
+    rows: Rows,
+    *,
+    batch_size: int,
+    chunk: int,
+    block: int = Head.block,
+    most: int | None = None,
 ) -> list[PromptScore]:
     """Scores the first `most` prompts (None: all), shared out over the ranks and gathered; in the rows' order."""
     training = model.training
@@ -58,7 +65,7 @@ def score_prompts(
             batch = collate(rows, piece, accelerator.device)
             with decoder_autocast(accelerator.device, accelerator.mixed_precision == "bf16"):
                 hidden = supervised_hidden(model, batch)
-            scores = head_scores(hidden, weight, batch.signal, Head(rows.real, chunk))
+            scores = head_scores(hidden, weight, batch.signal, Head(rows.real, chunk, block))
             columns = torch.stack([scores.top1_N, scores.alpha_low_N, scores.alpha_high_N, scores.accepted_N]).cpu()
             for b, i in enumerate(piece):
                 at = (batch.row_N == b).cpu()

@@ -6,6 +6,7 @@ warm-up is {"forward_kl": [[0, 1], [0.3, 1], [0.4, 0]], "lk_hybrid": [[0.3, 0], 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
@@ -31,6 +32,17 @@ def _at(weight: Weight, progress: float) -> float:
     return float(weight[0][1] if progress < weight[0][0] else weight[-1][1])
 
 
+def without_answers(weights: Mapping[str, float]) -> dict[str, float]:
+    """The weights where the drafter wrote the answers (on-policy): cross-entropy on its own tokens would teach it itself.
+
+    Over the target's answers its mean is forward KL and a constant that does not learn, so that takes its weight.
+    """
+    answers = weights.get("cross_entropy", 0.0)
+    if not answers:
+        return dict(weights)
+    return {**weights, "forward_kl": weights.get("forward_kl", 0.0) + answers, "cross_entropy": 0.0}
+
+
 def require_losses(losses: Mapping[str, Weight], *, whole: bool, key: str = "losses") -> None:
     """Raises InputError for an unknown loss, points out of order, no weight at all, or a loss that the signal cannot give.
 
@@ -40,7 +52,7 @@ def require_losses(losses: Mapping[str, Weight], *, whole: bool, key: str = "los
         if name not in LOSSES:
             raise InputError(f"{key}.{name}: no such loss: one of {', '.join(LOSSES)}")
         points = [(0.0, float(weight))] if isinstance(weight, int | float) else list(weight)
-        if not points or any(not (0 <= x <= 1 and y >= 0) for x, y in points):
+        if not points or any(not (0 <= x <= 1 and 0 <= y < math.inf) for x, y in points):
             raise InputError(
                 f"{key}.{name}: give a weight of 0 or more, or points [progress, weight] with progress 0 to 1"
             )

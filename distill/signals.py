@@ -52,14 +52,19 @@ def get_signal(rows: Rows, target: Target | None = None, top_logprobs: int | Non
                 "`draftsmith check`"
             )
         return lambda batch: _ask(target, batch)
+    require_recorded(rows, top_logprobs)
+    if top_logprobs is None or top_logprobs == rows.head:
+        return lambda batch: batch.signal
+    return lambda batch: cut(batch.signal, top_logprobs)
+
+
+def require_recorded(rows: Rows, top_logprobs: int | None) -> None:
+    """Raises InputError where more ids a position are asked for than the answers hold."""
     if top_logprobs is not None and top_logprobs > rows.head:
         raise InputError(
             f"top_logprobs={top_logprobs}: the answers hold {rows.head} ids a position: generate them with more, or ask for "
             f"at most {rows.head}"
         )
-    if top_logprobs is None or top_logprobs == rows.head:
-        return lambda batch: batch.signal
-    return lambda batch: cut(batch.signal, top_logprobs)
 
 
 def cut(signal: Signal, k: int) -> Signal:

@@ -13,9 +13,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -26,27 +24,28 @@ if __package__ in (None, ""):  # launched by path: sys.path[0] is recipes/, wher
 
 import torch
 from accelerate import Accelerator
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from distill.adapters import attach, check_reload, drift, load_in_4bit, merged
-from distill.answers import Answers, open_answers, require_target
-from distill.batches import Rows, check_rows
+from distill.adapters import attach, drift, load_in_4bit, merged
+from distill.batches import Rows
 from distill.checkpoint import Which, load_weights
 from distill.evaluate import compare, score_prompts, verdict
-from distill.guards import supervised_or_stop, tracker
+from distill.guards import tracker
+from distill.inputs import open_inputs, require_reference
 from distill.objective import Weight, auto
 from distill.parallel import kind_of
-from distill.signals import Target, online
+from distill.plan import plan_run
+from distill.save import stored_dtype, write_drafter
+from distill.settings import Settings, require_possible
+from distill.signals import Target, online, require_recorded
 from distill.student import Trainable, freeze
-from distill.train import Send, Settings, fit, require_possible, steps_of
-from pairing.card import write_card
+from distill.train import Send, fit
 from pairing.errors import InputError
-from pairing.files import append_jsonl, digest_json, new_folder, read_json, write_json
-from pairing.pair import describe_model, read_pair, update_pair
-from pairing.rows import settle_padding
-from pairing.source import load_model, load_tokenizer, resolve
+from pairing.files import append_jsonl, digest_json, read_json, write_json
+from pairing.pair import describe_model
+from pairing.source import load_model, resolve
 from recipes.config import Strict, guarded, parse
 from recipes.run_folder import open_run
 
@@ -94,6 +93,8 @@ class LoraConfig(Strict):
 
 
 class DistillConfig(Strict):
+    model_config = ConfigDict(allow_inf_nan=False)  # with what Strict says
+
     draft: Path
     """the drafter's folder, from `draftsmith init`; it is not changed"""
     data: Path
@@ -118,7 +119,7 @@ class DistillConfig(Strict):
     """optimizer steps"""
     minutes: float | None = Field(default=None, gt=0)
     """minutes of training, evaluation while training included; the rate decays to reach 0 then"""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 31)
     batch_size: int = Field(default=8, gt=0)
     """prompts per process and accumulation step"""
     accumulation: int = Field(default=1, gt=0)
@@ -143,6 +144,9 @@ class DistillConfig(Strict):
     """losses.jsd: 0 is forward KL, 1 is reverse KL"""
     serve_temperature: float | None = Field(default=None, ge=0)
     """the temperature that the pair is served at; null: the one at which the answers were drawn"""
+    temperature: float = Field(default=1.0, gt=0)
+    """with signal=online: at which target and drafter are compared. 1 gave more acceptance than the serving temperature
+    itself, also at that one (docs/notebook.md); stored answers hold 1 alone"""
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     """how the served drafter proposes, as in vLLM"""
     num_speculative_tokens: int = Field(default=4, ge=1)
@@ -193,11 +197,32 @@ class DistillConfig(Strict):
             raise ValueError("objective=losses needs at least one: losses.forward_kl=1")
         if self.signal == "online" and self.target is None:
             raise ValueError("signal=online needs the target: target=…")
+        if self.take == "best" and not self.heldout:
+            raise ValueError("take=best is told by the held-out sets: give heldout.NAME=…, or take=last")
+        self._require_used(given)
         if self.keep_share < 1 and self.reference is None:
             raise ValueError("keep_share compares with a drafter that was distilled before: give reference=…")
         if self.reference is not None and self.keep_share == 1:
             raise ValueError("reference is for keep_share: give keep_share=0.4, or leave reference out")
         return self
+
+    def _require_used(self, given: dict[str, Weight]) -> None:
+        """Raises ValueError for a key that nothing would look at beside the others."""
+        online, adapters = self.signal == "online", self.trainable in ("lora", "qlora")
+        used = {
+            "temperature": (online, "signal=online (stored answers hold temperature 1 alone)"),
+            "target_dtype": (online, "signal=online"),
+            "target_device": (online, "signal=online"),
+            "lora": (adapters, "trainable=lora or qlora"),
+            "jsd_beta": ("jsd" in given, "losses.jsd"),
+            "selection": (self.keep_share < 1, "keep_share below 1"),
+            "on_policy_temperature": (self.on_policy > 0, "on_policy above 0"),
+            "serve_temperature": (not given, "objective=auto"),
+            "draft_sample_method": (not given or self.survival, "objective=auto, or survival=true"),
+        }
+        for key, (looked_at, needs) in used.items():
+            if not looked_at and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is for {needs}: nothing would look at it here; leave it out")
 
 
 def main(argv: list[str]) -> int:
@@ -215,11 +240,22 @@ def main(argv: list[str]) -> int:
 
 def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run: bool = False) -> dict[str, Any]:
     """Trains, evaluates before against after, writes the drafter; or returns the plan. All ranks call it."""
-    rows, heldout, answered_at = _inputs(config, notes)
+    draft = resolve(str(config.draft)).path
+    rows, heldout, answered_at = open_inputs(
+        draft, config.data, config.heldout, config.target, lambda line: notes.print(line, markup=False)
+    )
+    if config.target_device is not None:
+        _require_device(config.target_device)
+    if config.reference is not None:
+        require_reference(config.reference, draft)
+    if config.signal == "cached":
+        require_recorded(rows, config.top_logprobs)
     settings, why = _settings(config, answered_at)
     notes.print(f"losses: {why}", markup=False)
     if dry_run:
-        return _plan(config, settings, rows, heldout, accelerator) | {"objective": why}
+        sizes = plan_run(_student(config), config.draft, _beside(config, accelerator), settings, rows, heldout,
+                         accelerator.num_processes, accelerator.device)  # fmt: skip
+        return {"plan": sizes, "objective": why}
     with accelerator.main_process_first():
         if accelerator.is_main_process:
             open_run(config.out, config)
@@ -227,17 +263,18 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         notes.print(f"{config.out} is finished already", markup=False)
         return _result(config, read_json(config.out / "evaluation.json"))
     send, close = _tracker(config, accelerator, notes)
-    model, target = _student(config), _target(config, settings, accelerator)
+    model, target = _student(config), _target(config, accelerator)
     reference = load_model(config.reference).to(accelerator.device).eval() if config.reference is not None else None
     summary = fit(accelerator, model, rows, heldout, settings, config.out, target, reference, _digests(config), send)
     close()
     del model, target, reference
     model, taken = _trained(config, accelerator, heldout)
     before = load_model(config.draft).to(accelerator.device)
-    summary |= {"losses": dict(settings.losses), "objective": why, "signal": config.signal} | taken
+    summary |= {"losses": dict(settings.losses), "objective": why, "signal": config.signal}
+    summary |= {"temperature": config.temperature} | taken
     sets, lines = {}, []
     for name, held in heldout.items():
-        sizes = {"batch_size": config.batch_size, "chunk": config.chunk}
+        sizes = {"batch_size": config.batch_size, "chunk": config.chunk, "block": config.block}
         scores = [score_prompts(accelerator, m, held, **sizes) for m in (before, model)]
         sets[name] = compare(*scores)
         for b, a in zip(*scores, strict=True):
@@ -248,7 +285,8 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         for line in lines:
             append_jsonl(config.out / "evaluation_prompts.jsonl", line)
         write_json(config.out / "evaluation.json", evaluation)
-        _write_drafter(config, model, evaluation)
+        how = config.model_dump(mode="json", include={"lr", "seed", "trainable"})
+        write_drafter(config.out / "drafter", config.draft, model, evaluation, how, config.data)
     return _result(config, evaluation)
 
 
@@ -303,7 +341,12 @@ def _digests(config: DistillConfig) -> dict[str, str]:
     meta = read_json(config.data / "meta.json")
     described = describe_model(resolve(str(config.draft)))["digests"]
     answers = {k: v for k, v in meta.items() if k not in ("versions", "stats", "complete")}
-    return {"draft": described["weights"], "target": meta["target"]["digests"]["weights"],
+    compared = (
+        {}
+        if config.reference is None
+        else {"reference": describe_model(resolve(str(config.reference)))["digests"]["weights"]}
+    )
+    return compared | {"draft": described["weights"], "target": meta["target"]["digests"]["weights"],
             "tokenizer": meta["target"]["digests"]["tokenizer"], "data": digest_json(answers)}  # fmt: skip
 
 
@@ -323,76 +366,6 @@ def _accelerator(config: DistillConfig) -> Accelerator:
     return accelerator
 
 
-def _inputs(config: DistillConfig, notes: Console) -> tuple[Rows, dict[str, Rows], float]:
-    """The answers to train and to test on, and the temperature at which the former were drawn.
-
-    Everything that can be wrong is found here, before a weight is read or a file is written.
-    """
-    draft = resolve(str(config.draft)).path
-    pair, model = read_pair(draft), read_json(draft / "config.json")
-    if "quantization_config" in model:
-        raise InputError(f"{draft}: its weights are quantized: distil the drafter first, then quantize it")
-    real = max(load_tokenizer(draft).get_vocab().values()) + 1
-    sets = {"data": open_answers(config.data)} | {f"heldout.{n}": open_answers(p) for n, p in config.heldout.items()}
-    for name, answers in sets.items():
-        _require_pair(name, answers, pair, config, notes)
-    limits = {"rows": model["vocab_size"], "real": real, "context": model["max_position_embeddings"]}
-    rows = {name: check_rows(answers, f"{name} ({_folder(config, name)})", **limits) for name, answers in sets.items()}
-    train = set(sets["data"].data["id"])
-    for name, answers in sets.items():
-        both = [i for i in answers.data["id"] if i in train] if name != "data" else []
-        if both:
-            raise InputError(
-                f"{name}: {len(both)} of its prompts are trained on too, {both[0]} first: its figures would mean "
-                "nothing; generate it from other prompts"
-            )
-    for name, r in rows.items():
-        supervised, all_tokens = int(r.supervised_P.sum()), int(r.tokens_P.sum())
-        supervised_or_stop(name, supervised, all_tokens)
-        share = f"{supervised:,} supervised of {all_tokens:,} tokens ({r.share:.1%})"
-        notes.print(f"{name}: {len(r)} prompts, {share}", markup=False)
-    if config.reference is not None:
-        _require_reference(config.reference, model["vocab_size"])
-    if config.top_logprobs is not None and config.top_logprobs > rows["data"].head:
-        raise InputError(
-            f"top_logprobs={config.top_logprobs}: the answers hold {rows['data'].head} ids a position: ask for at most those, or "
-            "generate them with more"
-        )
-    data = rows.pop("data")
-    answered_at = float(sets["data"].meta.get("sampling", {}).get("temperature", 0.0))
-    return data, {name.removeprefix("heldout."): r for name, r in rows.items()}, answered_at
-
-
-def _require_reference(folder: Path, rows: int) -> None:
-    have = read_json(resolve(str(folder)).path / "config.json")["vocab_size"]
-    if have != rows:
-        raise InputError(
-            f"reference={folder}: {have} vocabulary rows, the draft has {rows}: it must be a drafter of this target"
-        )
-
-
-def _folder(config: DistillConfig, name: str) -> Path:
-    return config.data if name == "data" else config.heldout[name.removeprefix("heldout.")]
-
-
-def _require_pair(name: str, answers: Answers, pair: dict[str, Any], config: DistillConfig, notes: Console) -> None:
-    if config.target is not None:
-        require_target(answers, resolve(config.target))
-    if answers.meta.get("turns") == "given":
-        notes.print(
-            f"{name}: its answers are not the target's own, so acceptance on them is not what serving gives",
-            markup=False,
-        )
-    was, made_for = answers.meta["target"], pair["target"]
-    if was["digests"]["tokenizer"] != made_for["digests"]["tokenizer"]:
-        raise InputError(
-            f"{name}: these answers are in the tokens of {was['name']}, the draft was made for {made_for['name']}, and "
-            "their tokenizers differ: make the draft from that target with `draftsmith init`"
-        )
-    if was["digests"]["weights"] != made_for["digests"]["weights"]:
-        notes.print(f"{name}: written by {was['name']}, the draft was made from {made_for['name']}", markup=False)
-
-
 def _settings(config: DistillConfig, answered_at: float) -> tuple[Settings, str]:
     """The loop's settings, and in one sentence what is minimised and why."""
     served_at = answered_at if config.serve_temperature is None else config.serve_temperature
@@ -405,89 +378,39 @@ def _settings(config: DistillConfig, answered_at: float) -> tuple[Settings, str]
     said = ", ".join(
         f"{name} {weight if isinstance(weight, list) else f'{weight:g}'}" for name, weight in losses.items()
     )
-    return settings, f"{said} ({why})"
+    return settings, f"{said} at temperature {config.temperature:g} ({why})"
 
 
-def _target(config: DistillConfig, settings: Settings, accelerator: Accelerator) -> Target | None:
+def _target(config: DistillConfig, accelerator: Accelerator) -> Target | None:
     if config.signal == "cached" or config.target is None:
         return None
     source = resolve(config.target)
-    stored = str(read_json(source.path / "config.json").get("dtype") or "float32")
-    dtype = config.target_dtype or (stored if accelerator.device.type == "cuda" else "float32")
-    model = load_model(source.path, getattr(torch, dtype))
-    # at temperature 0 there is nothing to learn but the argmax, which the losses name; the distribution is taken at 1
-    return online(model, config.target, config.target_device or accelerator.device, accelerator.device)
+    model = load_model(source.path, _target_dtype(config, source.path, accelerator))
+    return online(
+        model, config.target, config.target_device or accelerator.device, accelerator.device, config.temperature
+    )
 
 
-def _plan(
-    config: DistillConfig, settings: Settings, rows: Rows, heldout: dict[str, Rows], accelerator: Accelerator
-) -> dict[str, Any]:
-    """Sizes, and a rough time from a matrix product's speed on this machine."""
-    model = _student(config)
-    params = sum(p.numel() for _, p in freeze(model, config.trainable))
-    head = model.get_output_embeddings().weight
-    body = sum(p.numel() for p in model.parameters()) - head.numel()
-    body -= 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
-    per_epoch, total = steps_of(settings, rows, config.batch_size * config.accumulation * accelerator.num_processes)
-    tokens, supervised = int(rows.tokens_P.sum()), int(rows.supervised_P.sum())
-    head_passes = 4 if config.trainable == "layers" else 6
-    seconds = (6 * body * tokens + head_passes * head.numel() * supervised) / _flops(accelerator.device)
-    epoch_minutes = seconds / accelerator.num_processes / 60
-    weights = 4 * sum(p.numel() for p in model.parameters())
-    return {
-        "plan": {
-            "prompts": len(rows),
-            "tokens": tokens,
-            "supervised_tokens": supervised,
-            "heldout": {n: len(r) for n, r in heldout.items()},
-            "processes": accelerator.num_processes,
-            "steps_per_epoch": per_epoch,
-            "steps": total,
-            "minutes": config.minutes,
-            "rough_minutes_per_epoch": round(epoch_minutes, 2),
-            "trainable_parameters": params,
-            "checkpoint_bytes": 12 * params,
-            "drafter_bytes": sum(f.stat().st_size for f in config.draft.glob("*.safetensors")),
-            "memory_bytes": weights + 12 * params + 8 * config.chunk * head.shape[0],
-        }
-    }
+def _target_dtype(config: DistillConfig, folder: Path, accelerator: Accelerator) -> torch.dtype:
+    name = config.target_dtype or (stored_dtype(folder) if accelerator.device.type == "cuda" else "float32")
+    return getattr(torch, name)
 
 
-def _flops(device: torch.device) -> float:
-    """What matrix products of a small model's size reach here, after a first one to warm up."""
-    a, b = torch.ones(512, 576, device=device), torch.ones(576, 4096, device=device)
-    started, n = time.perf_counter(), 0
-    while time.perf_counter() - started < 0.2 or n < 3:
-        started = time.perf_counter() if n == 1 else started
-        (a @ b).sum().item()
-        n += 1
-    return 2 * 512 * 576 * 4096 * (n - 1) / (time.perf_counter() - started)
+def _beside(config: DistillConfig, accelerator: Accelerator) -> dict[Path, int]:
+    """What runs frozen beside the drafter, and the bytes of a weight of it."""
+    beside = {} if config.reference is None else {resolve(str(config.reference)).path: 4}
+    if config.signal == "online" and config.target is not None:
+        folder = resolve(config.target).path
+        beside[folder] = _target_dtype(config, folder, accelerator).itemsize
+    return beside
 
 
-def _write_drafter(config: DistillConfig, model: Any, evaluation: dict[str, Any]) -> None:
-    """The draft's folder with trained weights in its own dtype; everything else but pair.json and card is copied."""
-    broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
-    assert not broken, broken  # the last checkpoint has looked
-    dtype = getattr(torch, str(read_json(config.draft / "config.json").get("dtype") or "float32"))
-    head_VH = model.to(dtype).get_output_embeddings().weight
-    with torch.no_grad():  # training leaves padding rows as they were, whatever they were: none may ever be the argmax
-        head_VH.copy_(settle_padding(head_VH, set(load_tokenizer(config.draft).get_vocab().values())))
-    step = {"step": "distill", "data": str(config.data), **evaluation["training"], "verdict": evaluation["verdict"]}
-    with new_folder(config.out / "drafter") as temp:
-        model.save_pretrained(temp)
-        for source in config.draft.iterdir():
-            if source.is_file() and not source.name.endswith((".safetensors", ".safetensors.index.json")):
-                shutil.copyfile(source, temp / source.name)
-            elif source.is_dir():
-                shutil.copytree(source, temp / source.name)
-        pair = read_pair(temp)
-        how = config.model_dump(mode="json", include={"lr", "seed", "trainable"})
-        training = evaluation["training"] | how
-        for name, result in evaluation["sets"].items():
-            training |= {f"top1 on {name}": result["after"]["top1"], f"tau K=4 on {name}": result["after"]["tau"]["4"]}
-        update_pair(temp, made=[*pair["made"], step], training=training)
-        write_card(temp, name="drafter")
-        check_reload(temp, model)
+def _require_device(name: str) -> None:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as e:  # torch asserts where it was built without that kind of device
+        reason = str(e).splitlines()[0].split(". ")[0]
+        raise InputError(f"target_device={name}: {reason}: name one that is here, such as cuda:0 or cpu") from e
 
 
 def _result(config: DistillConfig, evaluation: dict[str, Any]) -> dict[str, Any]:

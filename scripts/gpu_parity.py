@@ -32,9 +32,10 @@ from distill.batches import Batch, Rows, collate, to_device, windows
 from distill.head import REPORTED, AnySignal, Head, head_loss
 from distill.losses import LOSSES, NEED_ALL, FullSignal, Outcomes, Signal
 from distill.options import checkpoint_layers, compile_layers
+from distill.settings import Settings
 from distill.signals import get_signal, online
+from distill.step import ready, window_gradients
 from distill.student import freeze, supervised_hidden
-from distill.train import Settings, ready, window_gradients
 from pairing.files import append_jsonl, read_jsonl, write_text
 from pairing.source import load_model
 from scripts import bench_common as common

@@ -19,13 +19,17 @@ import yaml
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+import distill.step
 import distill.train
 from distill.answers import open_answers
 from distill.batches import Ints, Rows, check_rows
 from distill.checkpoint import load_checkpoint, save_checkpoint
+from distill.head import head_loss
+from distill.settings import learning_rate
 from distill.signals import get_signal
+from distill.step import optimizer_of, optimizer_step, ready, window_gradients
 from distill.student import freeze
-from distill.train import Position, Settings, fit, learning_rate, optimizer_of, ready, window_gradients
+from distill.train import Position, Settings, fit
 from pairing.errors import InputError, PartFailedError
 from pairing.files import read_json, read_jsonl
 from pairing.init import init_drafter
@@ -141,18 +145,18 @@ def test_a_budget_in_minutes_is_resumable_and_its_decay_ends(
     rows = rows_of(place / "train")
     clock = Clock()
     monkeypatch.setattr(distill.train, "time", clock)
-    step = distill.train._step
+    step = optimizer_step
 
     def dies(run: Any, window: Ints, at: int, progress: float) -> dict[str, Any]:
         if at == 12:
             raise KeyboardInterrupt
         return step(run, window, at, progress)
 
-    monkeypatch.setattr(distill.train, "_step", dies)
+    monkeypatch.setattr(distill.train, "optimizer_step", dies)
     with pytest.raises(KeyboardInterrupt):
         fit(accelerator, load_model(place / "draft"), rows, {}, settings, tmp_path)
     clock.now += 1e5  # time in between does not count
-    monkeypatch.setattr(distill.train, "_step", step)
+    monkeypatch.setattr(distill.train, "optimizer_step", step)
     summary = fit(accelerator, load_model(place / "draft"), rows, {}, settings, tmp_path)
     log = read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in log] == list(range(1, summary["steps"] + 1))
@@ -194,12 +198,12 @@ def test_a_loss_that_is_not_finite_stops_with_the_reason_and_keeps_the_checkpoin
     place: Path, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(**{**BASE, "max_steps": 9, "checkpoint_every": 2, "keep": 1})
-    original, calls = distill.train.head_loss, iter(range(1, 100))
+    original, calls = head_loss, iter(range(1, 100))
 
     def breaks(hidden: torch.Tensor, *rest: Any) -> Any:
         return original(hidden * (float("nan") if next(calls) == 6 else 1), *rest)
 
-    monkeypatch.setattr(distill.train, "head_loss", breaks)
+    monkeypatch.setattr(distill.step, "head_loss", breaks)
     rows = rows_of(place / "train")
     with pytest.raises(PartFailedError, match=r"step 6: the loss is nan.*lower lr"):
         fit(accelerator, load_model(place / "draft"), rows, {}, settings, tmp_path)
@@ -456,6 +460,10 @@ def test_dry_run_prints_sizes_and_writes_nothing(
     assert plan["checkpoint_bytes"] == 12 * params
     assert plan["supervised_tokens"] == int(rows_of(place / "train").supervised_P.sum())
     assert not (tmp_path / "out").exists()
+    beside = {"target": place / "target", "signal": "online", "target_dtype": "bfloat16", "trainable": "layers"}
+    assert main([*keys(place, tmp_path / "out", **beside), "--dry-run", "--json"]) == 0
+    more = json.loads(capsys.readouterr().out)["plan"]["memory_bytes"] - plan["memory_bytes"]
+    assert more == 2 * sum(p.numel() for p in load_model(place / "target").parameters())
 
 
 @pytest.mark.usefixtures("alone")
@@ -487,6 +495,27 @@ def test_bad_input_is_refused_in_one_line_before_anything_is_written(place: Path
         ({"top_logprobs": 9}, "the answers hold 8 ids"),
         ({"keep_share": 0.4}, "reference="),
         ({"keep_share": 0.4, "reference": tmp_path / "wide"}, "288 vocabulary rows"),
+        ({"keep_share": 0.4, "reference": tmp_path / "swapped"}, "other ids than the draft's"),
+        ({"signal": "online", "target": place / "target", "target_device": "cuda:77"}, "target_device=cuda:77"),
+        ({"signal": "online", "target": place / "target", "target_device": "moon"}, "target_device=moon"),
+        ({"signal": "online", "target": place / "target", "top_logprobs": 3}, "leave it out"),
+        ({"temperature": 0.7}, "temperature 1 alone"),
+        ({"take": "best", "heldout.own": "null", "heldout": "{}"}, "give heldout.NAME"),
+        # keys that nothing would look at
+        ({"target_dtype": "bfloat16"}, "target_dtype is for signal=online"),
+        ({"target_device": "cpu"}, "target_device is for signal=online"),
+        ({"lora.rank": 8}, "lora is for trainable=lora"),
+        ({"jsd_beta": 0.9}, "jsd_beta is for losses.jsd"),
+        ({"selection": "random"}, "selection is for keep_share"),
+        ({"on_policy_temperature": 0.5}, "on_policy_temperature is for on_policy"),
+        ({"losses.forward_kl": 1, "serve_temperature": 0.7}, "serve_temperature is for objective=auto"),
+        ({"losses.forward_kl": 1, "draft_sample_method": "probabilistic"}, "draft_sample_method is for objective"),
+        # numbers that no run can have
+        ({"epochs": ".inf"}, "epochs"),
+        ({"minutes": ".inf"}, "minutes"),
+        ({"seed": 1 << 40}, "seed"),
+        ({"losses.forward_kl": ".inf"}, "losses.forward_kl"),
+        ({"losses.forward_kl": "[[0, .nan]]"}, "losses.forward_kl"),
         ({"batchsize": 3}, "batch_size"),
         ({"losses.forward_k": 1}, "losses.forward_kl"),
         ({"lr": "fast"}, "lr"),
@@ -548,6 +577,25 @@ def test_the_best_checkpoint_is_kept_and_can_be_taken(
     assert result["training"]["taken_step"] == best["step"]
     assert result["sets"]["own"]["after"]["tau"]["4"] == pytest.approx(best["tau"]["4"])
     assert {p.name for p in (out / "checkpoints").iterdir()} == {f"step-{best['step']:06d}", "step-000040"}
+
+
+@pytest.mark.parametrize(("K", "minutes"), [(4, None), (12, 0.05)])
+def test_the_last_step_may_be_the_best_at_any_served_k(
+    place: Path, tmp_path: Path, accelerator: Accelerator, K: int, minutes: float | None
+) -> None:
+    """A run's last step is evaluated though no interval ends there, and τ is that of the K that is served."""
+    limit = {"max_steps": 6} if minutes is None else {"minutes": minutes}
+    settings = Settings(**{**BASE, **limit, "num_speculative_tokens": K})
+    held = rows_of(place / "held")
+    done = fit(accelerator, load_model(place / "draft"), rows_of(place / "train"), {"own": held}, settings, tmp_path)
+    state = read_json(tmp_path / "checkpoints" / f"step-{done['steps']:06d}" / "state.json")
+    assert state["state"]["best"] == state["figure"]
+    log = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in log if row["kind"] == "eval"] == [0, done["steps"]]
+    if K == 4:
+        assert state["figure"] == log[-1]["tau"]["4"]
+    else:
+        assert state["figure"] >= log[-1]["tau"]["8"]
 
 
 @pytest.mark.usefixtures("alone")

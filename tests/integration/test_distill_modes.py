@@ -16,9 +16,11 @@ from distill.answers import open_answers
 from distill.batches import Rows, check_rows, collate
 from distill.head import Head, head_scores
 from distill.losses import LOSSES, NEED_ALL
+from distill.settings import on_policy
 from distill.signals import Target, cut, get_signal, online
+from distill.step import ready, window_gradients
 from distill.student import freeze, supervised_hidden
-from distill.train import Settings, fit, on_policy, ready, window_gradients
+from distill.train import Settings, fit
 from pairing.errors import InputError
 from pairing.files import read_jsonl
 from pairing.init import init_drafter
@@ -173,12 +175,77 @@ def test_refusals_of_signals(place: Path, rows: Rows, target: Target, accelerato
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("role", ["draft", "target", "reference"])
+def test_a_model_whose_logits_are_not_finite_is_named(
+    place: Path, rows: Rows, accelerator: Accelerator, tmp_path: Path, role: str, value: float
+) -> None:
+    models = {name: load_model(place / name) for name in ("draft", "target", "reference")}
+    with torch.no_grad():
+        models[role].get_output_embeddings().weight[70, 0] = value
+    against = online(models["target"], "target", "cpu", "cpu")
+    at = settings(keep_share=0.5)
+    with pytest.raises(InputError, match=rf"the {role} \(llama\) gives logits that are not finite on prompt \w+"):
+        fit(accelerator, models["draft"], rows, {}, at, tmp_path / "out", against, models["reference"])
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_share_of_steps_is_on_policy_the_same_after_a_resume() -> None:
     at = settings(on_policy=0.3)
     steps = [on_policy(at, step) for step in range(400)]
     assert 0.22 < np.mean(steps) < 0.38
     assert steps == [on_policy(at, step) for step in range(400)]
     assert not any(on_policy(settings(), step) for step in range(50))
+
+
+def test_the_drafters_own_answers_are_not_learnt_as_if_the_target_had_written_them(
+    place: Path, rows: Rows, target: Target, accelerator: Accelerator, tmp_path: Path
+) -> None:
+    """Cross-entropy's weight goes to forward KL there, and survival asks Σ min(p, q), not whether the drafter agrees with
+    itself."""
+    weights = []
+    for i, losses in enumerate(({"cross_entropy": 0.3, "forward_kl": 0.2}, {"forward_kl": 0.5})):
+        at = settings(on_policy=1.0, losses=losses, max_steps=2)
+        model = load_model(place / "draft")
+        fit(accelerator, model, rows, {}, at, tmp_path / str(i), target)
+        log = read_jsonl(tmp_path / str(i) / "metrics.jsonl")
+        assert [row["loss"] for row in log] == pytest.approx([0.5 * row["kl"] for row in log])
+        weights.append(model.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    at = settings(on_policy=1.0, on_policy_temperature=0.0, survival="greedy", losses={"forward_kl": 1.0})
+    by_argmax = gradients(accelerator, place, rows, target, at)
+    by_alpha = gradients(accelerator, place, rows, target, dataclasses.replace(at, survival="probabilistic"))
+    for a, b in zip(by_argmax, by_alpha, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("more", "temperature"),
+    [
+        (["serve_temperature=0.6", "draft_sample_method=probabilistic"], 1.0),
+        (["losses.lk_hybrid=1", "temperature=0.6"], 0.6),
+    ],
+)
+def test_an_online_target_is_compared_at_the_given_temperature(
+    place: Path, rows: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], temperature: float
+) -> None:
+    out = tmp_path / "out"
+    words = [f"draft={place / 'draft'}", f"data={place / 'train'}", f"out={out}", f"target={place / 'target'}"]
+    words += ["signal=online", "max_steps=1", "batch_size=24", "threads=1", "--json"]
+    assert main([*words, *more]) == 0
+    assert json.loads(capsys.readouterr().out)["training"]["temperature"] == temperature
+    (row,) = read_jsonl(out / "metrics.jsonl")
+    batch = collate(rows, np.arange(24))
+    model, p = load_model(place / "draft"), load_model(place / "target")
+    with torch.no_grad():
+        p_NV, q_NV = (
+            ((supervised_hidden(m, batch) @ m.get_output_embeddings().weight.T)[:, : tiny.REAL_TOKENS] / temperature)
+            .double()
+            .log_softmax(-1)
+            for m in (p, model)
+        )
+    assert row["kl"] == pytest.approx(float((p_NV.exp() * (p_NV - q_NV)).sum(-1).mean()), rel=1e-4)
+    assert row["alpha"] == pytest.approx(float(torch.minimum(p_NV.exp(), q_NV.exp()).sum(-1).mean()), rel=1e-4)
 
 
 def test_a_schedule_reaches_the_loss(place: Path, rows: Rows, accelerator: Accelerator, tmp_path: Path) -> None:

@@ -136,9 +136,11 @@ def test_rows_do_not_see_each_other_nor_their_padding(rows: Rows) -> None:
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_that_changes_its_logits_is_refused(rows: Rows) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_model_that_changes_its_logits_is_refused(rows: Rows, dtype: torch.dtype) -> None:
+    """And one that does not is taken, in 16 bits too: rounding is no change."""
     batch = collate(rows, np.arange(2))
-    model = tiny.model(layers=2)
+    model = tiny.model(layers=8).to(dtype)
     require_plain_head(model, batch)
     forward = model.forward
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distill.losses import LOSSES, NEED_ALL
-from distill.objective import auto, require_losses, weights_at
+from distill.objective import auto, require_losses, weights_at, without_answers
 from pairing.errors import InputError
 
 
@@ -22,6 +22,7 @@ def test_weights_run_between_their_points() -> None:
     [
         ({"kl": 1.0}, "losses.kl: no such loss"),
         ({"forward_kl": -1.0}, "weight of 0 or more"),
+        ({"forward_kl": float("inf")}, "weight of 0 or more"),
         ({"forward_kl": []}, "weight of 0 or more"),
         ({"forward_kl": [(0.0, 1.0), (1.5, 0.0)]}, "progress 0 to 1"),
         ({"forward_kl": [(0.3, 1.0), (0.3, 0.0)]}, "must rise"),
@@ -36,6 +37,14 @@ def test_bad_losses_are_refused_in_one_line(losses: dict, said: str) -> None:  #
     assert "\n" not in str(e.value)
     if said == "signal=online":
         require_losses(losses, whole=True)
+
+
+def test_the_drafters_own_answers_weigh_nothing() -> None:
+    assert without_answers({"cross_entropy": 0.1}) == {"cross_entropy": 0.0, "forward_kl": 0.1}
+    assert without_answers({"forward_kl": 0.5, "cross_entropy": 0.5, "jsd": 2.0}) == {
+        "forward_kl": 1.0, "cross_entropy": 0.0, "jsd": 2.0,
+    }  # fmt: skip
+    assert without_answers({"jsd": 1.0}) == {"jsd": 1.0}
 
 
 def test_auto_looks_at_how_the_pair_is_served() -> None:

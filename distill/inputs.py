@@ -1,0 +1,78 @@
+"""A draft and the answers to train and test it on, checked as one before a weight is read or a file is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from distill.answers import Answers, open_answers, require_target
+from distill.batches import Rows, check_rows
+from distill.guards import supervised_or_stop
+from pairing.errors import InputError
+from pairing.files import read_json
+from pairing.pair import read_pair
+from pairing.source import load_tokenizer, resolve
+
+
+def open_inputs(
+    draft: Path, data: Path, heldout: Mapping[str, Path], target: str | None, note: Callable[[str], None]
+) -> tuple[Rows, dict[str, Rows], float]:
+    """The answers to train and to test on, and the temperature at which the former were drawn.
+
+    Raises InputError where the draft is quantized or not `target`'s, answers are another target's or do not fit the draft, a
+    held-out prompt is trained on, or nothing (or everything) is supervised. `note` gets what is worth a line.
+    """
+    pair, model = read_pair(draft), read_json(draft / "config.json")
+    if "quantization_config" in model:
+        raise InputError(f"{draft}: its weights are quantized: distil the drafter first, then quantize it")
+    real = max(load_tokenizer(draft).get_vocab().values()) + 1
+    folders = {"data": data} | {f"heldout.{name}": folder for name, folder in heldout.items()}
+    sets = {name: open_answers(folder) for name, folder in folders.items()}
+    for name, answers in sets.items():
+        if target is not None:
+            require_target(answers, resolve(target))
+        _require_pair(name, answers, pair, note)
+    limits = {"rows": model["vocab_size"], "real": real, "context": model["max_position_embeddings"]}
+    rows = {name: check_rows(answers, f"{name} ({folders[name]})", **limits) for name, answers in sets.items()}
+    train = set(sets["data"].data["id"])
+    for name, answers in sets.items():
+        both = [i for i in answers.data["id"] if i in train] if name != "data" else []
+        if both:
+            raise InputError(
+                f"{name}: {len(both)} of its prompts are trained on too, {both[0]} first: its figures would mean "
+                "nothing; generate it from other prompts"
+            )
+    for name, r in rows.items():
+        supervised, tokens = int(r.supervised_P.sum()), int(r.tokens_P.sum())
+        supervised_or_stop(name, supervised, tokens)
+        note(f"{name}: {len(r)} prompts, {supervised:,} supervised of {tokens:,} tokens ({r.share:.1%})")
+    answered_at = float(sets["data"].meta.get("sampling", {}).get("temperature", 0.0))
+    return rows.pop("data"), {name.removeprefix("heldout."): r for name, r in rows.items()}, answered_at
+
+
+def require_reference(folder: Path, draft: Path) -> None:
+    """Raises InputError where `folder`, a drafter to compare with, is not of the draft's vocabulary."""
+    path = resolve(str(folder)).path
+    have, rows = (read_json(p / "config.json")["vocab_size"] for p in (path, draft))
+    if have != rows:
+        raise InputError(
+            f"reference={folder}: {have} vocabulary rows, the draft has {rows}: it must be a drafter of this target"
+        )
+    if load_tokenizer(path).get_vocab() != load_tokenizer(draft).get_vocab():
+        raise InputError(
+            f"reference={folder}: its tokenizer gives other ids than the draft's: it must be a drafter of this target"
+        )
+
+
+def _require_pair(name: str, answers: Answers, pair: dict[str, Any], note: Callable[[str], None]) -> None:
+    if answers.meta.get("turns") == "given":
+        note(f"{name}: its answers are not the target's own, so acceptance on them is not what serving gives")
+    was, made_for = answers.meta["target"], pair["target"]
+    if was["digests"]["tokenizer"] != made_for["digests"]["tokenizer"]:
+        raise InputError(
+            f"{name}: these answers are in the tokens of {was['name']}, the draft was made for {made_for['name']}, and "
+            "their tokenizers differ: make the draft from that target with `draftsmith init`"
+        )
+    if was["digests"]["weights"] != made_for["digests"]["weights"]:
+        note(f"{name}: written by {was['name']}, the draft was made from {made_for['name']}")

@@ -1,0 +1,52 @@
+"""Writes a trained drafter as one ordinary folder: the draft's, with the trained weights and what training said of itself."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distill.adapters import check_reload
+from pairing.card import write_card
+from pairing.files import new_folder, read_json
+from pairing.pair import read_pair, update_pair
+from pairing.rows import settle_padding
+from pairing.source import load_tokenizer
+
+
+def write_drafter(
+    goal: Path, draft: Path, model: Any, evaluation: Mapping[str, Any], how: Mapping[str, Any], data: Path
+) -> None:
+    """`goal`: `draft`'s folder with `model`'s weights in the draft's own dtype; all else but pair.json and card is copied.
+
+    `how`: the settings that the card names, beside `evaluation`'s summary of the training. Changes `model`'s type and padding
+    rows. Raises PartFailedError where the folder does not load as it was written (fault D16).
+    """
+    broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
+    assert not broken, broken  # the last checkpoint has looked
+    head_VH = model.to(getattr(torch, stored_dtype(draft))).get_output_embeddings().weight
+    with torch.no_grad():  # training leaves padding rows as they were, whatever they were: none may ever be the argmax
+        head_VH.copy_(settle_padding(head_VH, set(load_tokenizer(draft).get_vocab().values())))
+    step = {"step": "distill", "data": str(data), **evaluation["training"], "verdict": evaluation["verdict"]}
+    with new_folder(goal) as temp:
+        model.save_pretrained(temp)
+        for source in draft.iterdir():
+            if source.is_file() and not source.name.endswith((".safetensors", ".safetensors.index.json")):
+                shutil.copyfile(source, temp / source.name)
+            elif source.is_dir():
+                shutil.copytree(source, temp / source.name)
+        training = {**evaluation["training"], **how}
+        for name, result in evaluation["sets"].items():
+            training |= {f"top1 on {name}": result["after"]["top1"], f"tau K=4 on {name}": result["after"]["tau"]["4"]}
+        update_pair(temp, made=[*read_pair(temp)["made"], step], training=training)
+        write_card(temp, name="drafter")
+        check_reload(temp, model)
+
+
+def stored_dtype(folder: Path) -> str:
+    """The type that a folder's weights are stored in, as its config says; the second key is older transformers'."""
+    config = read_json(folder / "config.json")
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
