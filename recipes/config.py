@@ -40,7 +40,10 @@ def parse(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "words", nargs="*", metavar="key.path=value", help="overrides, after any of: " + " ".join(positional)
+        "words",
+        nargs="*",
+        metavar="key.path=value",
+        help="overrides" + (", after " + " ".join(positional) if positional else ""),
     )
     parser.add_argument("--config", type=Path, help="a YAML file with the keys below")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and stop")
@@ -125,10 +128,19 @@ def _describe(model: type[BaseModel], prefix: str = "") -> list[str]:
         elif inner:
             lines += _describe(inner[0], f"{prefix}{name}.NAME.")
         else:
-            default = "required" if field.is_required() else f"= {field.default!r}"
+            default = (
+                "required" if field.is_required() else f"= {_as_typed(field.get_default(call_default_factory=True))}"
+            )
             about = " ".join((field.description or "").split())
             lines.append(f"  {prefix}{name} {default}" + (f"   {about}" if about else ""))
     return lines
+
+
+def _as_typed(value: Any) -> str:
+    """A default as one would write it after `key=`: YAML on one line."""
+    if isinstance(value, Path | str):
+        return str(value) or '""'
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
 
 
 def guarded(main: typing.Callable[[list[str]], int]) -> int:

@@ -124,7 +124,7 @@ def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         parse(DemoConfig, ["--help"])
     assert e.value.code == 0
     text = capsys.readouterr().out
-    for line in ("target required   the model", "train.steps = 10   how many", "sets.NAME.steps", "layers = None"):
+    for line in ("target required   the model", "train.steps = 10   how many", "sets.NAME.steps", "layers = null"):
         assert line in text
 
 
