@@ -39,9 +39,8 @@ def parse(
         epilog="keys and defaults:\n" + "\n".join(_describe(model)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "words", nargs="*", metavar="key.path=value", help="overrides, after any of: " + " ".join(positional)
-    )
+    before = f", after any of: {' '.join(positional)}" if positional else ""
+    parser.add_argument("words", nargs="*", metavar="key.path=value", help=f"overrides{before}")
     parser.add_argument("--config", type=Path, help="a YAML file with the keys below")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and stop")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
@@ -125,7 +124,8 @@ def _describe(model: type[BaseModel], prefix: str = "") -> list[str]:
         elif inner:
             lines += _describe(inner[0], f"{prefix}{name}.NAME.")
         else:
-            default = "required" if field.is_required() else f"= {field.default!r}"
+            value = field.get_default(call_default_factory=True)
+            default = "required" if field.is_required() else f"= {str(value) if isinstance(value, Path) else value!r}"
             about = " ".join((field.description or "").split())
             lines.append(f"  {prefix}{name} {default}" + (f"   {about}" if about else ""))
     return lines
