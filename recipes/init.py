@@ -127,7 +127,7 @@ def budget(config: InitConfig, target: ModelSource) -> int | None:
         text = str(config.params or "")
         unit = UNITS.get(text[-1:].lower(), 1)
         return int(float(text[:-1] if unit > 1 else text) * unit) if text else None
-    except (ValueError, ZeroDivisionError):
+    except (ValueError, ZeroDivisionError, OverflowError):  # the last: of "inf"
         raise InputError("give params as 30M or 30000000, ratio as 1/50 or 0.02") from None
 
 

@@ -69,8 +69,9 @@ def test_a_budget(target: Path, answers: Path, capsys: pytest.CaptureFixture[str
     assert init(capsys, target, "ratio=1/1")["layers"] == [0, 1, 2, 3]
     with pytest.raises(InputError, match="most of them vocabulary"):
         init(capsys, target, "params=1k")
-    with pytest.raises(InputError, match="params as 30M"):
-        init(capsys, target, "params=many")
+    for word in ("params=many", "params=infM", "ratio=1e400", "ratio=nan"):
+        with pytest.raises(InputError, match="params as 30M"):
+            init(capsys, target, word)
 
 
 def test_a_narrower_one_needs_text(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
