@@ -120,10 +120,11 @@ def chosen_layers(config: InitConfig, target: ModelSource) -> list[int]:
 
 def budget(config: InitConfig, target: ModelSource) -> int | None:
     """`params` or `ratio` as a number of parameters."""
+    own = parameters(read_headers(target.path)) if config.ratio is not None else 0
     try:
         if config.ratio is not None:
             top, _, bottom = str(config.ratio).partition("/")
-            return int(float(top) / float(bottom or 1) * parameters(read_headers(target.path)))
+            return int(float(top) / float(bottom or 1) * own)
         text = str(config.params or "")
         unit = UNITS.get(text[-1:].lower(), 1)
         return int(float(text[:-1] if unit > 1 else text) * unit) if text else None
