@@ -25,7 +25,9 @@ from pairing.source import ModelSource
 
 CONNECT_S, ANSWER_S = 10.0, 900.0
 REST_S, LONGEST_REST_S = 0.5, 20.0  # a server rests this long after a failure, doubled each time
-MOST_ERRORS = 6  # server errors on one request before it is given up: it, and not the servers, is at fault
+MOST_ERRORS = (
+    6  # server errors and time-outs of one request before it is given up: it, and not the servers, is at fault
+)
 PROBE = "Speculative decoding: 3 × 14 = 42; naïve café, Größe, 東京, привет, שלום 🙂\n\n\tdef f(x):  return x**2"
 DETOKENIZED = 8192  # ids per request when vocabularies are compared
 SAME = 0.1  # total variation between two servers' heads up to which they hold the same weights: 16-bit rounding and batching
