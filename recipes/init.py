@@ -192,6 +192,7 @@ def dry(config: InitConfig, target: ModelSource) -> dict[str, Any]:
     if config.config is not None:
         return result | {"config": read_json(config.config), "dtype": config.dtype or "float32"}
     if config.draft_step is not None:
+        plan_init(target, [0])  # raises what a run would, before it measures
         widths = "its own and narrower widths" if config.answers else "its own width (narrower ones need answers=…)"
         would = f"decode steps of the target and of drafters with 2 or more layers in {widths}, in {engine_name()}, " \
             f"one request, from {CONTEXT} tokens of context on, {BLOCKS} blocks of {BLOCK} steps each in turns"  # fmt: skip
