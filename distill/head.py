@@ -37,7 +37,7 @@ class Head:
 
     real: int
     chunk: int  # positions at a time
-    block: int = 1 << 17  # vocabulary rows at a time
+    block: int = 1 << 19  # vocabulary rows at a time
     losses: Mapping[str, Loss] = field(default_factory=lambda: {name: LOSSES[name] for name in REPORTED})
 
     def blocks(self) -> list[slice]:

@@ -8,7 +8,6 @@ goes to the others.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections import deque
@@ -26,7 +25,9 @@ from pairing.source import ModelSource
 
 CONNECT_S, ANSWER_S = 10.0, 900.0
 REST_S, LONGEST_REST_S = 0.5, 20.0  # a server rests this long after a failure, doubled each time
-MOST_ERRORS = 6  # server errors on one request before it is given up: it, and not the servers, is at fault
+MOST_ERRORS = (
+    6  # server errors and time-outs of one request before it is given up: it, and not the servers, is at fault
+)
 PROBE = "Speculative decoding: 3 × 14 = 42; naïve café, Größe, 東京, привет, שלום 🙂\n\n\tdef f(x):  return x**2"
 DETOKENIZED = 8192  # ids per request when vocabularies are compared
 SAME = 0.1  # total variation between two servers' heads up to which they hold the same weights: 16-bit rounding and batching
@@ -162,7 +163,7 @@ def completion_of(request: Request, choice: dict[str, Any], k: int, url: str) ->
     for n, (taken, entries) in enumerate(zip(ids, listed, strict=True)):
         try:
             found = {int(token.removeprefix("token_id:")): float(logp) for token, logp in entries.items()}
-        except (ValueError, AttributeError):
+        except (ValueError, TypeError, AttributeError):
             raise PartFailedError(
                 f"{url}: log-probs are not keyed by token id: a vLLM server that knows return_tokens_as_token_ids is needed"
             ) from None
@@ -226,11 +227,13 @@ async def _one(http: httpx.AsyncClient, pool: Pool, request: Request, sampling: 
                 "seed": request_seed(sampling.seed, request.key) if sampling.temperature else None,
             }
             asked = True
-            choice = (await _post(http, server, "/v1/completions", body))["choices"][0]
+            choice = _choice(await _post(http, server, "/v1/completions", body))
             done = completion_of(request, choice, sampling.top_logprobs, server.url)
+            _require_own_end(done, sampling.max_tokens, pool.endings, server.url)
         except (httpx.TransportError, Busy) as e:
             server.fail(e)
-            errors += asked and isinstance(e, Busy) and not e.full  # else it says nothing about the prompt
+            # a full server or a broken line says nothing about the prompt; an answer that takes for ever does
+            errors += asked and (isinstance(e, httpx.ReadTimeout) or (isinstance(e, Busy) and not e.full))
             if errors >= MOST_ERRORS:
                 raise PartFailedError(
                     f"{server.url}: prompt {request.prompt.id} failed {errors} times, the last with {server.last_error}; "
@@ -241,6 +244,20 @@ async def _one(http: httpx.AsyncClient, pool: Pool, request: Request, sampling: 
             server.in_flight -= 1
         server.failures, server.answered, server.tokens = 0, server.answered + 1, server.tokens + len(done.ids)
         return done
+
+
+def _require_own_end(done: Completion, max_tokens: int, endings: Sequence[int], url: str) -> None:
+    """Raises PartFailedError where neither the target's own ending token nor max_tokens ended the answer, but the server."""
+    if done.finish_reason == "length" and len(done.ids) < max_tokens:
+        raise PartFailedError(
+            f"{url}: prompt {done.request.prompt.id}: its answer was cut at {len(done.ids)} tokens where max_tokens={max_tokens} "
+            "was asked: the server has a limit of its own; start it with --generation-config vllm and a larger --max-model-len"
+        )
+    if done.finish_reason == "stop" and done.ids[-1] not in endings:
+        raise PartFailedError(
+            f"{url}: prompt {done.request.prompt.id}: its answer ended with id {done.ids[-1]}, which is no ending token of the "
+            f"target ({', '.join(map(str, endings))}): start the server with --generation-config vllm and the target's own files"
+        )
 
 
 async def _require_health(http: httpx.AsyncClient, server: Server) -> None:
@@ -294,18 +311,31 @@ async def _post(http: httpx.AsyncClient, server: Server, path: str, body: dict[s
         raise Busy(f"{response.status_code}: {_said(response)}", rest, full=response.status_code == 429)
     if response.status_code != 200:
         raise PartFailedError(f"{server.url}{path}: refused ({response.status_code}: {_said(response)})")
+    return _object(response, path)
+
+
+def _object(response: httpx.Response, path: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = response.json()
-    except json.JSONDecodeError:
-        raise Busy(f"{path}: an answer that is no JSON") from None
+        found = response.json()
+    except ValueError:  # no JSON, or no UTF-8
+        found = None
+    if not isinstance(found, dict):
+        raise Busy(f"{path}: an answer that is no JSON object")
     return found
+
+
+def _choice(found: dict[str, Any]) -> dict[str, Any]:
+    choices = found.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise Busy(f"an answer without choices: {str(found)[:200]}")
+    return choices[0]
 
 
 def _said(response: httpx.Response) -> str:
     try:
         found = response.json()
         return str((found.get("error") or {}).get("message") or found)[:300]
-    except (json.JSONDecodeError, AttributeError):
+    except (ValueError, AttributeError):
         return " ".join(response.text.split())[:300]
 
 
@@ -344,11 +374,11 @@ async def _check(http: httpx.AsyncClient, pool: Pool, server: Server) -> None:
     """That the server holds the target: name, vocabulary, enough log-probs, of the untouched distribution, and the same
     weights as the servers before it. Sets server.model."""
     response = await http.get(f"{server.url}/v1/models")
-    if response.status_code >= 500:
+    if response.status_code == 429 or response.status_code >= 500:
         raise Busy(f"{response.status_code}: {_said(response)}")
     if response.status_code != 200:
         raise PartFailedError(f"{server.url}/v1/models: refused ({response.status_code}: {_said(response)})")
-    model = _model_of(server.url, response.json().get("data") or [], pool)
+    model = _model_of(server.url, _object(response, "/v1/models").get("data") or [], pool)
     await _check_vocabulary(http, pool, server, str(model["id"]))
     heads = [await _probe(http, pool, server, str(model["id"]), one) for one in pool.probes]
     server.heads = (
@@ -410,7 +440,7 @@ async def _probe(http: httpx.AsyncClient, pool: Pool, server: Server, model: str
             "temperature": temperature,
         }
         try:
-            choice = (await _post(http, server, "/v1/completions", body))["choices"][0]
+            choice = _choice(await _post(http, server, "/v1/completions", body))
         except PartFailedError as e:
             if "logprobs" in str(e):
                 raise InputError(

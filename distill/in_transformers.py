@@ -62,6 +62,8 @@ def _answer_batch(model: Any, requests: Sequence[Request], sampling: Sampling, e
         head_ids_BK, head_logprobs_BK = top.indices.int().cpu().numpy(), top.values.cpu().numpy()
         if sampling.temperature:
             p_BV = (logits_BV / sampling.temperature).softmax(-1).cpu()
+            # of what is not a number nothing can be drawn; its row goes on, and is refused by its recorded head
+            p_BV = torch.where(p_BV.isnan().any(-1, keepdim=True), 1.0, p_BV)
             next_B = torch.cat([torch.multinomial(p_BV[i], 1, generator=draws[row]) for i, row in enumerate(alive)])
         else:
             next_B = logits_BV.argmax(-1).cpu()

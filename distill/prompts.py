@@ -169,7 +169,7 @@ def _chat(row: Any, where: str) -> list[dict[str, str]]:
     if keys == ["prompt"]:
         if not isinstance(row["prompt"], str) or not row["prompt"].strip():
             raise InputError(f"{where}: `prompt` is {_kind(row['prompt'])}: it must be a text that is not empty")
-        return [{"role": "user", "content": row["prompt"]}]
+        return _require_text([{"role": "user", "content": row["prompt"]}], where)
     messages = row["messages"]
     if not isinstance(messages, list) or not messages:
         raise InputError(f"{where}: `messages` is {_kind(messages)}: it must be a list of {{role, content}}, not empty")
@@ -188,7 +188,18 @@ def _chat(row: Any, where: str) -> list[dict[str, str]]:
         )
     if "user" not in roles:
         raise InputError(f"{where}: no user's message, so there is nothing to answer")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    return _require_text([{"role": message["role"], "content": message["content"]} for message in messages], where)
+
+
+def _require_text(messages: list[dict[str, str]], where: str) -> list[dict[str, str]]:
+    """JSON can write half of a character ("\\ud83d", from a text cut in the middle), which no tokenizer and no file takes."""
+    try:
+        "".join(message["role"] + message["content"] for message in messages).encode()
+    except UnicodeEncodeError as e:
+        raise InputError(
+            f"{where}: the text holds half a character (U+{ord(e.object[e.start]):04X}): mend or leave out that row"
+        ) from None
+    return messages
 
 
 def _kind(value: Any) -> str:

@@ -33,8 +33,11 @@ def score(
     rest of the distribution, independently and with replacement, each with its own log p (not given that it is outside the
     head). The target is cut to its `real` ids: its padding rows have no probability here (fault D1).
 
-    What is drawn depends on the seed and the text alone. Raises InputError where there is nothing outside the head.
+    What is drawn depends on the seed and the text alone. Raises InputError where the head is larger than the vocabulary, or
+    there is nothing outside it to draw from.
     """
+    if top_logprobs > real:
+        raise InputError(f"top_logprobs={top_logprobs} is more than the target's {real} ids")
     if tail_samples and top_logprobs >= real:
         raise InputError(
             f"tail_samples={tail_samples}: top_logprobs={top_logprobs} holds the whole vocabulary of {real} ids, so nothing "

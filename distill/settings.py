@@ -38,7 +38,7 @@ class Settings:
     eval_prompts: int
     checkpoint_every: int
     keep: int
-    block: int = 1 << 17  # vocabulary rows whose logits exist at one time
+    block: int = 1 << 19  # vocabulary rows whose logits exist at one time
     jsd_beta: float = 0.5
     top_logprobs: int | None = None  # ids used of the cache's; None: all
     num_speculative_tokens: int = 4  # K of what is served

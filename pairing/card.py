@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
+from pairing import source
 from pairing.files import write_text
 from pairing.pair import read_pair
 
@@ -62,5 +65,10 @@ def _serve_line(pair: dict[str, Any], name: str) -> str:
     serve = pair.get("serve") or {}
     if "command" in serve:
         return str(serve["command"])
-    config = f'{{"method": "draft_model", "model": "{name}", "num_speculative_tokens": 4}}'
-    return f"vllm serve {pair['target']['name']} --speculative-config '{config}'"
+    target = pair["target"]
+    if target["name"].endswith(".gguf") or Path(target["path"]).parent == source.ADAPTER_CACHE:
+        return (
+            f"draftsmith serve {shlex.quote(name)}"  # vLLM takes neither by its name; ours makes a folder of it first
+        )
+    config = json.dumps({"method": "draft_model", "model": name, "num_speculative_tokens": 4})
+    return shlex.join(["vllm", "serve", target["name"], "--speculative-config", config])

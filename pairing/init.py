@@ -271,6 +271,8 @@ def _require_known(name: str, config: dict[str, Any], tensors: dict[str, TensorI
         )
         if not known or info.dtype not in HEADER_DTYPES:
             raise InputError(f"{name}: its tensor {tensor} ({info.dtype}) is not one that a {architecture} has")
+    if not isinstance(config.get("num_hidden_layers"), int):
+        raise InputError(f"{name}: its config.json names no num_hidden_layers, so no layers can be chosen")
 
 
 def _require_layers(layers: list[int], of: int) -> None:

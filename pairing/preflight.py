@@ -17,7 +17,7 @@ from pairing.errors import InputError
 from pairing.files import read_json
 from pairing.finding import LEVELS, Finding
 from pairing.serving_plan import Memory, Model, Serving, serve_line, served_length
-from pairing.source import ModelSource
+from pairing.source import ModelSource, servable
 from pairing.speculative_config import speculation_findings
 from pairing.weights import read_headers
 
@@ -64,7 +64,7 @@ def preflight_report(target: ModelSource, drafter: ModelSource, serving: Serving
         "starts": not any(f.level == "blocks" for f in findings),
         "findings": [asdict(f) | {"stops": list(f.stops)} for f in findings],
         "numbers": memory_numbers(t, d, installed, memory, serving) if installed else None,
-        "command": serve_line(target.name, drafter.name, serving),
+        "command": serve_line(servable(target), servable(drafter), serving),
     }
 
 

@@ -43,6 +43,12 @@ class ModelSource:
     note: str | None  # one line for the user where the name was not taken literally
 
 
+def servable(source: ModelSource) -> str:
+    """The model as a `vllm serve` line on this machine names it: vLLM takes no GGUF file and no adapter for a whole model, so
+    for these it is the folder that was made of them."""
+    return str(source.path) if source.path.parent in (GGUF_CACHE, ADAPTER_CACHE) else source.name
+
+
 def resolve(name: str) -> ModelSource:
     """Finds the model called `name` and returns its folder. A GGUF file is dequantized once and kept; a LoRA adapter, a
     folder or a hub id, is merged into its base once and kept.

@@ -140,6 +140,7 @@ def fit_step(
     whatever type it is stored in. Raises InputError where nothing is fast enough, PartFailedError where nothing can be
     measured.
     """
+    plan_init(target, [0])  # what no drafter can be cut from is said before an engine starts
     config = read_json(target.path / "config.json")
     of, old = int(config["num_hidden_layers"]), shape_of(config)
     shapes = list(shapes_below(old, config["architectures"][0])) if narrower else [old]

@@ -38,7 +38,14 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(read_json(index)["weight_map"].values()))
+        held = read_json(index)
+        places = held.get("weight_map") if isinstance(held, dict) else None
+        # copies are written under the same names, so a name must not lead out of the folder
+        if not isinstance(places, dict) or any(not isinstance(n, str) or Path(n).name != n for n in places.values()):
+            raise InputError(
+                f"{folder}: {index.name} has no map of tensors to files of that folder: fetch the folder again"
+            )
+        names = sorted(set(places.values()))
         missing = [n for n in names if not (folder / n).is_file()]
         if missing:
             raise InputError(f"{folder}: {index.name} names {missing[0]}, which is not there: fetch the folder again")
@@ -64,13 +71,16 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         except ValueError:
             raise broken from None
     tensors = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        begin, end = entry["data_offsets"]
-        if 8 + length + end > size:
-            raise broken
-        tensors[name] = TensorInfo(entry["dtype"], tuple(entry["shape"]), file, end - begin)
+    try:
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            if 8 + length + end > size:
+                raise ValueError("cut short")
+            tensors[name] = TensorInfo(entry["dtype"], tuple(entry["shape"]), file, end - begin)
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        raise broken from e
     return tensors
 
 

@@ -165,7 +165,7 @@ class DistillConfig(Strict):
     """at which it writes them"""
     chunk: int = Field(default=256, gt=0)
     """positions whose logits exist at one time"""
-    block: int = Field(default=1 << 17, gt=0)
+    block: int = Field(default=1 << 19, gt=0)
     """vocabulary rows whose logits exist at one time; fewer save memory and cost time"""
     gradient_checkpointing: bool = False
     """layers keep their input alone and run again in the backward pass: a third of the memory, more time"""

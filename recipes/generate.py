@@ -103,7 +103,9 @@ class GenerateConfig(Strict):
     @classmethod
     def _urls(cls, servers: list[str]) -> list[str]:
         for url in servers:
-            if not re.fullmatch(r"https?://[^/\s]+/?", url):
+            if "@" in url:  # not repeated here: it would be written to config.yaml and to logs
+                raise ValueError("a server's address holds no user and password: give the key in VLLM_API_KEY")
+            if not re.fullmatch(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?/?", url):
                 raise ValueError(f"a server is http://host:port, without a path, not {url!r}")
         return list(dict.fromkeys(url.rstrip("/") for url in servers))
 
@@ -132,7 +134,8 @@ def plan(config: GenerateConfig, target: ModelSource, notes: Console) -> list[Jo
             raise InputError(
                 f"tail_samples={config.tail_samples}: set {name} is answered in {backend}, and vLLM gives the largest "
                 "probabilities alone: leave it out here, then score what was generated in a second run "
-                f"(sets.{name}.prompts={config.out / name} sets.{name}.answers=given tail_samples={config.tail_samples})"
+                f"(sets.{name}.prompts={config.out / name} sets.{name}.answers=given tail_samples={config.tail_samples}, "
+                "and another out)"
             )
         sampling = Sampling(one.max_tokens, config.temperature, config.top_logprobs, config.seed)
         source = one.prompts + (f" ({one.split})" if one.split else "")

@@ -120,14 +120,15 @@ def chosen_layers(config: InitConfig, target: ModelSource) -> list[int]:
 
 def budget(config: InitConfig, target: ModelSource) -> int | None:
     """`params` or `ratio` as a number of parameters."""
+    own = parameters(read_headers(target.path)) if config.ratio is not None else 0
     try:
         if config.ratio is not None:
             top, _, bottom = str(config.ratio).partition("/")
-            return int(float(top) / float(bottom or 1) * parameters(read_headers(target.path)))
+            return int(float(top) / float(bottom or 1) * own)
         text = str(config.params or "")
         unit = UNITS.get(text[-1:].lower(), 1)
         return int(float(text[:-1] if unit > 1 else text) * unit) if text else None
-    except (ValueError, ZeroDivisionError):
+    except (ValueError, ZeroDivisionError, OverflowError):  # the last: of "inf"
         raise InputError("give params as 30M or 30000000, ratio as 1/50 or 0.02") from None
 
 
@@ -191,6 +192,7 @@ def dry(config: InitConfig, target: ModelSource) -> dict[str, Any]:
     if config.config is not None:
         return result | {"config": read_json(config.config), "dtype": config.dtype or "float32"}
     if config.draft_step is not None:
+        plan_init(target, [0])  # raises what a run would, before it measures
         widths = "its own and narrower widths" if config.answers else "its own width (narrower ones need answers=…)"
         would = f"decode steps of the target and of drafters with 2 or more layers in {widths}, in {engine_name()}, " \
             f"one request, from {CONTEXT} tokens of context on, {BLOCKS} blocks of {BLOCK} steps each in turns"  # fmt: skip

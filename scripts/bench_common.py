@@ -228,6 +228,29 @@ def _statistic(figure: str, seeds: Sequence[Sequence[Row]]) -> Statistic:
 # ---- children and results ----
 
 
+def start(
+    name: str,
+    argv: Sequence[str],
+    made: argparse.ArgumentParser,
+    child: Callable[[Row], Row],
+    run: Callable[[Any], list[Row]],
+    report: Callable[[list[Row]], str],
+) -> int:
+    """A bench's command line: a child does its one task, the parent runs all and reports. Returns the exit code."""
+    if argv[:1] == ["--child"]:
+        task = json.loads(argv[1])
+        write_json(Path(task["result"]), child(task))
+        return 0
+    args = made.parse_args(argv)
+    try:
+        results = run(args)
+    except InputError as e:
+        print(f"{name}: {e}", file=sys.stderr)
+        return 2
+    print(report(results))
+    return 3 if any("error" in row for row in results) else 0
+
+
 def run_children(
     module: str,
     specs: Sequence[Row],
@@ -279,8 +302,9 @@ def name_of(row: Row) -> str:
 
 
 def _child(module: str, task: Row, python: str, threads: int, limit_s: float) -> Row:
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     own = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-           "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": str(ROOT)}  # fmt: skip
+           "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": paths}  # fmt: skip
     with tempfile.TemporaryDirectory() as temp:
         result, log = Path(temp) / "result.json", Path(temp) / "log"
         command = [python, "-m", module, "--child", json.dumps(task | {"result": str(result), "threads": threads})]

@@ -18,7 +18,6 @@ Shapes: B rows, L columns, N supervised positions, V vocabulary rows, H hidden.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -34,7 +33,6 @@ from accelerate import Accelerator
 from distill.batches import Batch, Rows
 from distill.student import freeze
 from pairing.errors import InputError
-from pairing.files import write_json
 from pairing.source import load_model, load_tokenizer, resolve
 from scripts import bench_common as common
 from scripts.bench_common import Row, spec, table
@@ -50,10 +48,6 @@ HAS_TRL = "import importlib.util, sys; sys.exit(importlib.util.find_spec('trl') 
 
 
 def main(argv: Sequence[str]) -> int:
-    if argv[:1] == ["--child"]:
-        task = json.loads(argv[1])
-        write_json(Path(task["result"]), child(task))
-        return 0
     made = common.parser((__doc__ or "").splitlines()[0])
     made.add_argument("--smoke", action="store_true", help="tiny random models, a minute: does it all run?")
     made.add_argument("--case", default="orders", help="what to call this pair and data in the results")
@@ -66,14 +60,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--contenders", default=",".join(CONTENDERS))
     made.add_argument("--trl-python", default=sys.executable, help=f"interpreter that has TRL: {INSTALL_TRL}")
     made.add_argument("--wide-folder", type=Path, default=Path("runs/bench/wide"), help="where the wide pair is kept")
-    args = made.parse_args(argv)
-    try:
-        results = run(args)
-    except InputError as e:
-        print(f"bench_distill: {e}", file=sys.stderr)
-        return 2
-    print(report(results))
-    return 3 if any("error" in row for row in results) else 0
+    return common.start("bench_distill", argv, made, child, run, report)
 
 
 def run(args: Any) -> list[Row]:

@@ -84,7 +84,8 @@ def settings_of(args: argparse.Namespace, seed: int) -> Settings:
 def importance_of(target: ModelSource, train: Rows, texts: int) -> Importance:
     batches = (collate(train, np.array([i]), torch.device("cpu")) for i in range(min(texts, len(train))))
     ids = [batch.input_BL[0, :LONGEST].tolist() for batch in batches]
-    return importance(load_model(target.path), ids, shape_of(read_json(target.path / "config.json")))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return importance(load_model(target.path).to(device), ids, shape_of(read_json(target.path / "config.json")))
 
 
 def train_all(args: argparse.Namespace, target: ModelSource, shapes: Sequence[Mapping[str, Any]]) -> None:

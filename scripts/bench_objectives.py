@@ -11,7 +11,6 @@ agreement, α's bracket, and τ by replay (argmax drafting). Needs neither vLLM 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ from accelerate import Accelerator
 from distill.answers import open_answers
 from distill.objective import auto
 from pairing.errors import InputError
-from pairing.files import write_json
 from pairing.source import load_model, resolve
 from scripts import bench_common as common
 from scripts.bench_common import Row, spec, table
@@ -48,10 +46,6 @@ REFERENCE = "fkl, K=32"
 
 
 def main(argv: Sequence[str]) -> int:
-    if argv[:1] == ["--child"]:
-        task = json.loads(argv[1])
-        write_json(Path(task["result"]), child(task))
-        return 0
     made = common.parser((__doc__ or "").splitlines()[0])
     made.add_argument("--smoke", action="store_true", help="tiny random models: does it all run?")
     made.add_argument("--smoke-folder", type=Path, default=Path("runs/bench/smoke"), help="where they are kept")
@@ -60,14 +54,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--steps", type=int, default=60, help="optimizer steps of each run: the equal budget")
     made.add_argument("--jobs", type=int, default=1, help="runs at one time; a GPU takes many")
     made.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    args = made.parse_args(argv)
-    try:
-        results = run(args)
-    except InputError as e:
-        print(f"bench_objectives: {e}", file=sys.stderr)
-        return 2
-    print(report(results))
-    return 3 if any("error" in row for row in results) else 0
+    return common.start("bench_objectives", argv, made, child, run, report)
 
 
 def run(args: Any) -> list[Row]:

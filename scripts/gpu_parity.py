@@ -350,7 +350,7 @@ def cells_of(N: int, rows: Sequence[int], widths: Sequence[int], chunks: Sequenc
     cells = []
     for H, V, learns, signal in itertools.product(widths, rows, (False, True), ("cached", "online")):
         some = chunks if not learns else chunks[len(chunks) // 2 :][:1]
-        same = {"N": N, "V": V, "H": H, "learns": learns, "signal": signal, "block": 1 << 17}
+        same = {"N": N, "V": V, "H": H, "learns": learns, "signal": signal, "block": 1 << 19}
         cells += [same | {"chunk": chunk} for chunk in (*some, None)]
     return cells
 

@@ -1,5 +1,6 @@
 """The answers' folder: what is written is read back, whole or not at all, and only for the target that wrote it."""
 
+import errno
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ from distill.answers import (
     write_shard,
 )
 from distill.prompts import Prompt, prompt
-from pairing.errors import InputError
+from pairing.errors import InputError, PartFailedError
 from pairing.files import read_json, write_json
 from pairing.pair import describe_model
 from pairing.source import resolve
@@ -176,6 +177,33 @@ def test_half_written_shards_are_never_read(tmp_path: Path, monkeypatch: pytest.
     assert len(list((folder / "shards").iterdir())) == 1  # and is swept up
     assert write_shard(folder, [answer(1)]).name == "part-00001.arrow"
     assert begin(folder, META) == {chat(0).id, chat(1).id}
+
+
+def test_more_shards_than_five_digits_count(tmp_path: Path) -> None:
+    """3.2 million prompts: part-100000 comes after part-99999, and is not written over."""
+    begin(tmp_path / "a", META)
+    (tmp_path / "a" / "shards").mkdir()
+    for number in (99998, 99999, 100000):
+        (tmp_path / "a" / "shards" / f"part-{number:05d}.arrow").touch()
+    assert write_shard(tmp_path / "a", [answer(1)]).name == "part-100001.arrow"
+
+
+def test_rows_that_are_there_twice_are_not_called_whole(tmp_path: Path) -> None:
+    with pytest.raises(PartFailedError, match="1 rows are there twice, so two runs wrote at once: delete"):
+        written(tmp_path / "a", [[1, 2], [2, 3]])
+    with pytest.raises(InputError, match="not complete"):
+        open_answers(tmp_path / "a")
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(tmp_path / "a", META)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("distill.answers.write_bytes", full)
+    with pytest.raises(PartFailedError, match=r"could not be written \(No space left on device\); .*make room"):
+        write_shard(tmp_path / "a", [answer(1)])
 
 
 def test_incomplete_missing_or_damaged_answers_are_refused(tmp_path: Path) -> None:

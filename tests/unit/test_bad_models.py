@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pairing.alignment import check_pair
 from pairing.errors import InputError
 from pairing.files import read_json, write_json
 from pairing.source import TOKENIZER_FILES, resolve
+from pairing.weights import read_header, weight_files
 from recipes import check, repair
 from tests import tiny
 from tests.unit.test_alignment import edit
@@ -106,3 +108,23 @@ def test_a_gated_model_without_a_token(tmp_path: Path, good: str, monkeypatch: p
     refused(
         good, "owner/gated", "owner/gated: a gated model: accept its terms on the hub, then log in", tmp_path / "out"
     )
+
+
+@pytest.mark.parametrize(
+    "header", [b"[]", b'{"w": 1}', b'{"w": {"dtype": "F32", "shape": [1]}}', b'{"w": {"data_offsets": [0, 4]}}', b"{"]
+)
+def test_a_header_that_is_none(tmp_path: Path, header: bytes) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + b"0000")
+    with pytest.raises(InputError, match="no whole safetensors file: fetch or save it again"):
+        read_header(file)
+
+
+@pytest.mark.parametrize("index", [[], {}, {"weight_map": ["a"]}, {"weight_map": {"w": "../a/model.safetensors"}}])
+def test_an_index_that_leads_nowhere_or_out_of_the_folder(tmp_path: Path, index: Any) -> None:
+    """Copies of a model are written under the names in its index."""
+    tiny.folder(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    write_json(tmp_path / "b" / "model.safetensors.index.json", index)
+    with pytest.raises(InputError, match="no map of tensors to files of that folder"):
+        weight_files(tmp_path / "b")

@@ -12,7 +12,11 @@ from pydantic import Field
 
 from pairing.errors import InputError, PartFailedError
 from pairing.files import read_json
+from recipes.check import CheckConfig
 from recipes.config import Strict, guarded, parse
+from recipes.distill import DistillConfig
+from recipes.generate import GenerateConfig
+from recipes.init import InitConfig
 from recipes.run_folder import open_run
 from tests.conftest import ROOT
 
@@ -126,6 +130,16 @@ def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for line in ("target required   the model", "train.steps = 10   how many", "sets.NAME.steps", "layers = null"):
         assert line in text
+
+
+@pytest.mark.parametrize("model", [CheckConfig, DistillConfig, GenerateConfig, InitConfig])
+def test_help_gives_defaults_as_they_are_written(model: type[Strict], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(model, ["--help"])
+    text = capsys.readouterr().out
+    assert "Undefined" not in text
+    assert "Path(" not in text
+    assert "after any of" not in text
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Answering prompts: checks before any work, shards that survive a failure, and rows that say what the target thinks."""
 
 import json
+import shutil
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from distill.in_vllm import head_of
 from distill.prompts import Prompt, prompt
 from distill.requests import Answerer, Completion, Request, Sampling, ending_ids, require_fit, tokenize
 from pairing.errors import InputError, PartFailedError
+from pairing.files import write_bytes
 from pairing.pair import describe_model
 from pairing.source import load_model, load_tokenizer, resolve
 from recipes.config import parse
@@ -170,6 +172,34 @@ def test_logits_that_are_no_numbers_stop_it(target: Path, tmp_path: Path) -> Non
     with pytest.raises(PartFailedError, match=rf"prompt {one.requests[3].prompt.id}: .* is not a number"):
         generate(one, unanswered(one), broken)
     assert len(unanswered(one)) == 4
+
+
+def test_a_stop_just_after_a_shard_does_not_write_it_twice(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = job(target, tmp_path / "a", 50)
+
+    def stopped(path: Path, data: bytes) -> None:
+        write_bytes(path, data)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        m.setattr("distill.answers.write_bytes", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            generate(one, unanswered(one), fake())
+    assert generate(one, unanswered(one), fake())["prompts"] == 50
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_target_that_computes_nan_is_one_line(target: Path, tmp_path: Path, temperature: float) -> None:
+    model = load_model(target)
+    model.get_decoder().norm.weight.data.fill_(torch.nan)
+    broken = tmp_path / "broken"
+    shutil.copytree(target, broken)
+    model.save_pretrained(broken)
+    one = job(broken, tmp_path / "a", 3, temperature=temperature)
+    with pytest.raises(PartFailedError, match=r"prompt \w+: the target's distribution .* is not a number"):
+        answered(broken, one)
 
 
 def test_answers_made_otherwise_are_not_mixed_in(target: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,8 +70,9 @@ def test_a_budget(target: Path, answers: Path, capsys: pytest.CaptureFixture[str
     assert init(capsys, target, "ratio=1/1")["layers"] == [0, 1, 2, 3]
     with pytest.raises(InputError, match="most of them vocabulary"):
         init(capsys, target, "params=1k")
-    with pytest.raises(InputError, match="params as 30M"):
-        init(capsys, target, "params=many")
+    for word in ("params=many", "params=infM", "ratio=1e400", "ratio=nan"):
+        with pytest.raises(InputError, match="params as 30M"):
+            init(capsys, target, word)
 
 
 def test_a_narrower_one_needs_text(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,9 +144,21 @@ def test_words_for_people(target: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "2 '<|im_end|>': <|im_end|> (copied)" in out
 
 
-def test_a_draft_step_is_checked_before_it_is_measured(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_draft_step_is_checked_before_it_is_measured(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(InputError, match=r"draft_step=1\.5: give a share"):
         init(capsys, target, "draft_step=1.5")
+    for key, value, says in (
+        ("architectures", ["FooForCausalLM"], "cannot cut layers out of a FooForCausalLM"),
+        ("num_hidden_layers", None, "names no num_hidden_layers"),
+    ):
+        odd = tmp_path / key
+        shutil.copytree(target, odd)
+        write_json(odd / "config.json", read_json(odd / "config.json") | {key: value})
+        for words in (["draft_step=0.5", "--dry-run"], ["draft_step=0.5"], ["params=1M"], ["ratio=1/2"]):
+            with pytest.raises(InputError, match=says):
+                init(capsys, odd, *words)
     plan = init(capsys, target, "draft_step=12ms", "--dry-run")
     assert plan["draft_step"] == "12 ms"
     assert "decode steps of the target and of drafters" in plan["would_measure"]

@@ -70,6 +70,10 @@ def test_limit_draws_by_seed_and_keeps_the_order(tmp_path: Path) -> None:
 BAD = [
     (b"", "{path}: the file is empty: give one JSON object per line"),
     (b"\n  \n", "{path}: the file is empty"),
+    (
+        b'{"prompt": "a"}\n{"prompt": "b \\ud83d"}\n',
+        "{path}:2: the text holds half a character (U+D83D): mend or leave out",
+    ),
     (b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n', "{path}:2: not UTF-8 (byte 16 of the line): save the file as UTF-8"),
     (b'{"prompt": "a"}\n\n{"prompt": "b"\n', "{path}:3: not valid JSON (Expecting ',' delimiter, column 15)"),
     (b'{"prompt": "a"}\n"b"\n', "{path}:2: a text, not an object"),

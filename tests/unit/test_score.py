@@ -12,8 +12,9 @@ import torch
 
 import distill.score as module
 from distill.answers import open_answers
-from distill.generate import Given
+from distill.generate import Given, Job, new_job, unanswered
 from distill.prompts import prompt
+from distill.requests import Sampling
 from distill.score import head_and_tail, score
 from distill.turns import Text, given_texts
 from pairing.errors import InputError
@@ -108,6 +109,24 @@ def test_the_smallest_number_draws_the_first_id_outside_the_head() -> None:
 def test_a_head_that_holds_everything_has_no_tail(target: Path) -> None:
     with pytest.raises(InputError, match="holds the whole vocabulary of 259 ids"):
         scored(target, given(target, 2), top_logprobs=259)
+    assert scored(target, given(target, 2), top_logprobs=259, tail_samples=0)
+    with pytest.raises(InputError, match="top_logprobs=260 is more than the target's 259 ids"):
+        scored(target, given(target, 2), top_logprobs=260, tail_samples=0)
+
+
+def test_other_answers_of_the_same_prompts_are_not_mixed_in(target: Path, tmp_path: Path) -> None:
+    """A scoring was stopped, and what it scores was generated anew meanwhile: under the same ids stand other tokens."""
+
+    def job(answer: list[int]) -> Job:
+        one = prompt([{"role": "user", "content": "x"}])
+        what = [Given(one, [Text(one, [1, 5, *answer], [(2, 2 + len(answer))])])]
+        return new_job("a", tmp_path / "a", what, Sampling(1, 0, K, 0), target={}, rows=tiny.ROWS,
+                       backend="transformers", prompts_source="text", turns="given")  # fmt: skip
+
+    assert len(unanswered(job([6, 7]))) == 1
+    assert len(unanswered(job([6, 7]))) == 1
+    with pytest.raises(InputError, match="they differ in prompts_digest"):
+        unanswered(job([6, 8]))
 
 
 def test_a_text_that_is_cut_is_no_ended_answer(target: Path) -> None:

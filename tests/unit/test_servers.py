@@ -301,6 +301,82 @@ def test_wrong_servers_are_refused_before_any_work(
         answered(target, job(target, tmp_path / "b"), "http://127.0.0.1:9", patience=0.3)
 
 
+def other_end(**parts: Any) -> Fault:
+    """An answer of a server that ends answers by a rule of its own."""
+
+    def fault(server: FakeServer, body: Body, handler: Handler) -> bool:
+        if not real(body):
+            return False
+        answer = server.answer(body | {"max_tokens": 3, "stop_token_ids": []})
+        answer["choices"][0] |= parts
+        reply(handler, 200, answer)
+        return True
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [
+        ("length", r"was cut at 3 tokens where max_tokens=6 .*--generation-config vllm"),
+        ("stop", r"ended with id \d+, which is no ending token of the target \(2\): .*--generation-config vllm"),
+    ],
+)
+def test_a_server_that_ends_answers_by_its_own_rule(
+    target: Path, tmp_path: Path, serve: Callable[..., FakeServer], reason: str, says: str
+) -> None:
+    one = job(target, tmp_path / "a")
+    with pytest.raises(PartFailedError, match=says) as e:
+        answered(target, one, serve(other_end(finish_reason=reason)))
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("said_", [b"<html>", b"[]", b"\xff", b"{}", b'{"choices": []}', b'{"choices": [null]}'])
+def test_answers_that_are_none_end_it_in_one_line(
+    target: Path, tmp_path: Path, serve: Callable[..., FakeServer], said_: bytes
+) -> None:
+    def strange(server: FakeServer, body: Body, handler: Handler) -> bool:
+        if real(body):
+            reply(handler, 200, said_)
+        return real(body)
+
+    with pytest.raises(PartFailedError, match=r"failed 6 times, the last with .*(no JSON object|without choices)"):
+        answered(target, job(target, tmp_path / "a", 1), serve(strange))
+
+
+def test_a_web_server_is_no_model_server(
+    target: Path, tmp_path: Path, serve: Callable[..., FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.fake_server.reply", lambda handler, status, _: reply(handler, status, b"<html>"))
+    with pytest.raises(PartFailedError, match=r"no server answers \(.*/v1/models: an answer that is no JSON object"):
+        answered(target, job(target, tmp_path / "a"), serve(), patience=0.2)
+
+
+def test_an_answer_that_never_comes_does_not_turn_for_ever(
+    target: Path, tmp_path: Path, serve: Callable[..., FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server is healthy all the while, so patience never ends it."""
+    monkeypatch.setattr(module, "ANSWER_S", 0.2)
+    monkeypatch.setattr(module, "MOST_ERRORS", 3)
+    one = job(target, tmp_path / "a")
+    bad = one.requests[7]
+    assert isinstance(bad, Request)
+
+    def hangs(server: FakeServer, body: Body, handler: Handler) -> bool:
+        if real(body) and body["prompt"] == bad.prompt_ids:
+            time.sleep(0.5)
+        return len(server.asked) > 300  # were it to turn for ever, it ends here
+
+    with pytest.raises(PartFailedError, match=rf"prompt {bad.prompt.id} failed 3 times, the last with ReadTimeout"):
+        answered(target, one, serve(hangs))
+
+
+def test_no_log_prob_is_a_line(target: Path) -> None:
+    choice = {"finish_reason": "stop", "token_ids": [5], "logprobs": {"top_logprobs": [{"token_id:5": None}]}}
+    with pytest.raises(PartFailedError, match="log-probs are not keyed by token id"):
+        completion_of(Request(prompt([{"role": "user", "content": "x"}]), [1]), choice, 1, "http://s")
+
+
 def test_a_position_with_too_few_log_probs() -> None:
     choice = {"finish_reason": "stop", "token_ids": [5], "logprobs": {"top_logprobs": [{"token_id:5": -0.1}]}}
     request = Request(prompt([{"role": "user", "content": "x"}]), [1])
@@ -330,7 +406,10 @@ def test_the_command_with_servers(
     assert main([*argv, f"servers=[{a.url}]", "per_server=2"]) == 0  # other servers may finish what these began
     for words, says in (
         ([f"servers=[{a.url}/v1]"], "a server is http://host:port, without a path"),
+        (["servers=['http://h:8000?key=1']"], "a server is http://host:port, without a path"),
+        (["servers=['http://me:secret@h:8000']"], "no user and password: give the key in VLLM_API_KEY"),
         (["sets.x.max_tokens=600"], "context of 512"),
     ):
-        with pytest.raises(InputError, match=says):
+        with pytest.raises(InputError, match=says) as e:
             main([*argv[:1], f"out={tmp_path / 'q'}", *argv[2:], *words])
+        assert "secret" not in str(e.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pairing import source as module
+from pairing.card import render_card
 from pairing.errors import InputError
-from pairing.pair import describe_model
+from pairing.pair import describe_model, new_pair
+from pairing.preflight import Serving, preflight_report
 from pairing.source import dequantized, digests, load_model, load_tokenizer, resolve
 from tests import tiny
 
@@ -258,6 +261,19 @@ def test_what_an_adapter_may_change(tmp_path: Path, tied: bool, kwargs: dict[str
     assert flag == (tied and (not ends or "ensure_weight_tying" in kwargs))
     tensors = load_file(found / "model.safetensors")
     assert ("lm_head.weight" in tensors) != flag
+
+
+def test_an_adapter_is_served_as_its_merged_folder(tmp_path: Path, cache: Path) -> None:
+    """vLLM takes no adapter for a model, so no line that we print names one."""
+    base = tiny.folder(tmp_path / "base")
+    adapter(tmp_path / "my-adapter", base)
+    target, drafter = resolve(str(tmp_path / "my-adapter")), resolve(str(tiny.folder(tmp_path / "draft", layers=1)))
+    words = shlex.split(preflight_report(target, drafter, Serving())["command"])
+    assert words[:3] == ["vllm", "serve", str(target.path)]
+    assert json.loads(words[words.index("--speculative-config") + 1])["model"] == str(tmp_path / "draft")
+    assert "\ndraftsmith serve draft\n" in render_card(new_pair(target, {"step": "init"}), "draft")
+    own = render_card(new_pair(resolve(str(base)), {"step": "init"}), "draft")
+    assert f"\nvllm serve {base} --speculative-config '{{" in own
 
 
 def test_the_bases_own_type_and_files(tmp_path: Path) -> None:
