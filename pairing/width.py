@@ -65,6 +65,8 @@ AXES: dict[str, tuple[str | None, ...]] = {
 ATTENTION_OUT = ("o_proj", "out_proj", "attention.dense")
 FFN_OUT = ("down_proj", "fc2", "dense_4h_to_h")
 # In these a head is hidden_size / heads wide (transformers or vLLM reads no head_dim), so both shrink together.
+# Their configs refuse a hidden size that is no multiple of the number of heads, whatever head_dim says.
+DIVIDED = frozenset({"LlamaForCausalLM", "Gemma3ForCausalLM"})
 COUPLED = ("Qwen2ForCausalLM", "GPTNeoXForCausalLM", "OPTForCausalLM")
 
 
@@ -154,7 +156,12 @@ def narrower(
             f"heads={heads}, kv_heads={kv_heads}: {old.kv_heads} groups of {group} allow heads={fits}, "
             f"or with kv_heads=… any multiple of it up to {group} times it"
         )
-    return Shape(hidden or old.hidden, ffn or old.ffn, heads, kv, old.head_dim)
+    wide = hidden or old.hidden
+    if architecture in DIVIDED and wide % heads and (wide, heads) != (old.hidden, old.heads):
+        raise InputError(
+            f"hidden={wide}, heads={heads}: transformers loads a {architecture} only where hidden is a multiple of heads"
+        )
+    return Shape(wide, ffn or old.ffn, heads, kv, old.head_dim)
 
 
 def importance(model: Any, texts: Sequence[Sequence[int]], old: Shape) -> Importance:

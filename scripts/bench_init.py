@@ -58,6 +58,8 @@ def shapes_of(target: ModelSource, sizes: Sequence[int]) -> list[dict[str, Any]]
             if (shape := next(fits, None)) is not None:
                 shapes[family] = (layers, shape)
         for family, (layers, shape) in shapes.items():
+            if any((layers, shape) == (f["layers"], f["width"]) for f in found):
+                continue  # a coarse grid of widths may give the same shape for two sizes
             parameters = plan_init(target, layers, None, Width(shape) if shape else None)["parameters"]
             named = {"name": f"{family}-{size}", "family": family, "size": size}
             found.append(named | {"layers": layers, "width": shape, "parameters": parameters})

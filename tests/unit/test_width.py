@@ -14,7 +14,7 @@ from pairing.errors import InputError
 from pairing.files import read_json
 from pairing.init import Width, chosen_width, fit_budget, init_drafter, plan_init
 from pairing.source import ModelSource, load_model, resolve
-from pairing.width import Importance, Shape, choose, importance, influential, narrower, shape_of
+from pairing.width import Importance, Shape, choose, importance, influential, narrower, shape_of, shapes_below
 from tests import architectures, tiny
 
 TEXTS = [list(range(3, 43)), list(range(100, 160)), [7, 9, 250, 33] * 6]
@@ -159,3 +159,30 @@ def test_a_budget_takes_the_widest_that_fits(tmp_path: Path) -> None:
     assert plan_init(source, layers, None, asked)["parameters"] <= every - 1
     with pytest.raises(InputError, match=r"have [0-9]+ already, most of them vocabulary"):
         fit_budget(source, 1000)
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (8, 2), (6, 6)])
+def test_every_narrower_shape_is_one_that_transformers_loads(heads: tuple[int, int]) -> None:
+    """9 heads in 3 groups at hidden 576 is SmolLM2-135M: hidden 256 with 3 heads looked fine and did not load."""
+    old = Shape(hidden=576 if heads[0] == 9 else 768, ffn=1536, heads=heads[0], kv_heads=heads[1], head_dim=64)
+    shapes = list(shapes_below(old, "LlamaForCausalLM"))
+    assert len(shapes) > 2
+    for shape in shapes:
+        config = LlamaConfig(
+            hidden_size=shape.hidden,
+            intermediate_size=shape.ffn,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            num_hidden_layers=1,
+            vocab_size=8,
+        )
+        assert config.hidden_size == shape.hidden
+
+
+def test_a_hidden_size_that_heads_do_not_divide_is_refused() -> None:
+    old = Shape(hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64)
+    with pytest.raises(InputError, match="hidden=256, heads=3: transformers loads a LlamaForCausalLM only where"):
+        narrower(old, "LlamaForCausalLM", hidden=256, heads=3)
+    assert narrower(old, "LlamaForCausalLM", hidden=384, heads=3).hidden == 384
+    assert narrower(old, "Qwen3ForCausalLM", hidden=256, heads=3).hidden == 256
