@@ -262,13 +262,15 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, **kwargs: Any) 
     """The causal LM in `folder`, from safetensors only, without remote code."""
     from transformers import AutoModelForCausalLM
 
+    from huggingface_hub.errors import StrictDataclassError
+
     quiet_off_terminal()
     try:
         return AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, local_files_only=True, **kwargs
         )
-    except (ValueError, OSError, SafetensorError) as e:
-        raise InputError(f"{folder}: does not load as a causal LM ({str(e).splitlines()[0]})") from e
+    except (ValueError, OSError, SafetensorError, StrictDataclassError) as e:
+        raise InputError(f"{folder}: does not load as a causal LM ({' '.join(str(e).split())[:300]})") from e
 
 
 def load_tokenizer(folder: Path) -> Any:

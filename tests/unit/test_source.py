@@ -22,6 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from pairing import source as module
 from pairing.card import render_card
 from pairing.errors import InputError
+from pairing.files import read_json, write_json
 from pairing.pair import describe_model, new_pair
 from pairing.preflight import Serving, preflight_report
 from pairing.source import dequantized, digests, load_model, load_tokenizer, resolve
@@ -429,3 +430,12 @@ def test_four_at_a_time_make_it_once(tmp_path: Path, cache: Path) -> None:
         found = [*pool.map(lambda _: resolve(str(tmp_path / "a")).path, range(4))]
     assert {*found} == {*cache.iterdir()}
     assert len({*found}) == 1
+
+
+def test_a_config_that_transformers_refuses_is_one_line(tmp_path: Path) -> None:
+    folder = tiny.folder(tmp_path / "model")
+    config = read_json(folder / "config.json")
+    write_json(folder / "config.json", config | {"num_attention_heads": 3})
+    with pytest.raises(InputError, match="not a multiple of the number of attention heads") as e:
+        load_model(folder)
+    assert "\n" not in str(e.value)
