@@ -260,9 +260,8 @@ def quiet_off_terminal() -> None:
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
     """The causal LM in `folder`, from safetensors only, without remote code."""
-    from transformers import AutoModelForCausalLM
-
     from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoModelForCausalLM
 
     quiet_off_terminal()
     try:
