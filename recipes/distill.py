@@ -168,7 +168,7 @@ class DistillConfig(Strict):
     block: int = Field(default=1 << 19, gt=0)
     """vocabulary rows whose logits exist at one time; fewer save memory and cost time"""
     gradient_checkpointing: bool = False
-    """layers keep their input alone and run again in the backward pass: a third of the memory, more time"""
+    """layers keep their input alone and run again in the backward pass: less memory, more time (docs/scale.md)"""
     compile: bool = False
     """torch.compile of each layer; for GPUs"""
     eval_every: int = Field(default=50, gt=0)
