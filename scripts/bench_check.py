@@ -70,8 +70,7 @@ def once(words: list[str]) -> tuple[float, float, str]:
 def main(tokens: int, times: int = 5) -> int:
     """The whole command in a new process, and beside it, in turns, the imports that any use of a tokenizer needs.
 
-    The goal is held against processor seconds, which are the clock's on a machine that does nothing else, and against what
-    the check adds to those imports: they take longer than it does, and are not ours.
+    The goal is for the whole command, in processor seconds, which are the clock's on a machine that does nothing else.
     """
     with tempfile.TemporaryDirectory() as temp:
         target, same, other = (folder(Path(temp) / name, tokens) for name in ("target", "same", "other"))
@@ -96,8 +95,10 @@ def main(tokens: int, times: int = 5) -> int:
             f"{median(walls):.2f} s by the clock ({min(walls):.2f} to {max(walls):.2f}), {times} runs"
         )
     imports, *checks = (median(cpu for _, cpu in runs) for runs in taken.values())
-    worst = max(checks) - imports
-    print(f"{worst:.2f} s beyond the imports, {worst / GOAL_S:.2f} of the goal of {GOAL_S:.0f} s")
+    worst = max(checks)
+    print(
+        f"{worst:.2f} s, {worst - imports:.2f} of them beyond the imports; goal {GOAL_S:.0f} s: {'met' if worst < GOAL_S else 'NOT met'}"
+    )
     return 0 if worst < GOAL_S else 1
 
 
