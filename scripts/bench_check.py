@@ -96,9 +96,8 @@ def main(tokens: int, times: int = 5) -> int:
         )
     imports, *checks = (median(cpu for _, cpu in runs) for runs in taken.values())
     worst = max(checks)
-    print(
-        f"{worst:.2f} s, {worst - imports:.2f} of them beyond the imports; goal {GOAL_S:.0f} s: {'met' if worst < GOAL_S else 'NOT met'}"
-    )
+    said = "met" if worst < GOAL_S else "NOT met"
+    print(f"{worst:.2f} s, {worst - imports:.2f} of them beyond the imports; the goal of {GOAL_S:.0f} s is {said}")
     return 0 if worst < GOAL_S else 1
 
 
