@@ -77,7 +77,7 @@ def read_rows(folder: Path, target: ModelSource) -> Rows:
 def settings_of(args: argparse.Namespace, seed: int) -> Settings:
     return Settings(
         seed=seed, batch_size=args.batch_size, accumulation=1, lr=args.lr, warmup=0.04, weight_decay=0.0, beta2=0.98,
-        clip=1.0, trainable=args.trainable, losses={"forward_kl": 1.0, "cross_entropy": 0.1}, chunk=256, epochs=None,
+        clip=1.0, trainable=args.trainable, losses={"forward_kl": 1.0, "cross_entropy": 0.1}, chunk=None, epochs=None,
         max_steps=args.steps, minutes=None, eval_every=10**9, eval_prompts=1, checkpoint_every=max(args.steps // 2, 1),
         keep=1,
     )  # fmt: skip
@@ -109,8 +109,7 @@ def train_all(args: argparse.Namespace, target: ModelSource, shapes: Sequence[Ma
         model = load_model(folder).to(accelerator.device)
 
         def score(model: Any = model) -> dict[str, Any]:
-            sizes = {"batch_size": args.batch_size, "chunk": 256}
-            return summary(score_prompts(accelerator, model, heldout, **sizes))
+            return summary(score_prompts(accelerator, model, heldout, batch_size=args.batch_size))
 
         before = score()
         run = args.out / "training" / f"{shape['name']}-{seed}"
