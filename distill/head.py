@@ -49,9 +49,10 @@ class Head:
 
 
 def positions_at_once(columns: int, device: torch.device) -> int:
-    """Positions whose logits, `columns` wide, fill a buffer of 24 MiB on a CPU, whose caches want less rather than more, and of
-    256 MiB elsewhere, where many small kernels are what costs (docs/notebook.md)."""
-    return max(1, (24 if device.type == "cpu" else 256) * 2**20 // (4 * columns))
+    """Positions whose logits, `columns` wide, fill a buffer of 36 MiB on a CPU: glibc gives what is larger than 32 MiB back as soon
+    as it is freed, and keeps smaller ones, which doubled a step's peak. 256 MiB elsewhere, where many small kernels are what
+    costs (docs/notebook.md)."""
+    return max(1, (36 if device.type == "cpu" else 256) * 2**20 // (4 * columns))
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,9 @@ class _HeadLoss(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden_NH, dtype=torch.float32)
         grad_weight = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
         parts: list[Scores] = []
-        total = torch.zeros((), dtype=torch.float32, device=hidden_NH.device)
-        for some in head.chunks(hidden_NH):
+
+        def chunk(some: slice) -> torch.Tensor:
+            """Its loss. In a function of its own, so that its buffers are gone before the next chunk makes others."""
             hidden_CH = hidden_NH[some].float()
             view = _view(hidden_CH, weight_VH, signal[some], head)
             parts.append(view.scores)
@@ -125,11 +127,16 @@ class _HeadLoss(torch.autograd.Function):
             if weigh is not None:
                 accepted_N, alpha_N = (torch.cat([getattr(s, n) for s in parts]) for n in ("accepted_N", "alpha_N"))
                 factor_C = weigh(accepted_N, alpha_N, some.start)
-            total += sum((w * (factor_C * view.scores.losses[name]).sum() for name, w in weights.items()), start=0.0)
             for rows, grad_CB in view.gradient(weights, factor_C):
                 grad_hidden[some].addmm_(grad_CB, weight_VH[rows])
                 if grad_weight is not None:
                     grad_weight[rows].addmm_(grad_CB.T, hidden_CH)
+            losses = (w * (factor_C * view.scores.losses[name]).sum() for name, w in weights.items())
+            return sum(losses, start=torch.zeros((), device=hidden_NH.device))
+
+        total = torch.zeros((), dtype=torch.float32, device=hidden_NH.device)
+        for some in head.chunks(hidden_NH):
+            total += chunk(some)
         scores.append(_join(parts, hidden_NH, head))
         ctx.save_for_backward(grad_hidden.to(hidden_NH.dtype), grad_weight)
         ctx.weight_dtype = dtype
