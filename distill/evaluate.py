@@ -175,5 +175,18 @@ def verdict(sets: Mapping[str, Mapping[str, Any]]) -> str:
     return "; ".join(said)
 
 
+def verdict_of_copy(sets: Mapping[str, Mapping[str, Any]]) -> str:
+    """What 4 bits cost the trained drafter, to go behind `verdict`'s sentence; empty where no quantizer was in training."""
+    said = ""
+    for name, result in sets.items():
+        if copy := result.get("quantized"):
+            point, low, high = copy["change"]["top1"]
+            said += (
+                f"; its 4-bit copy has top-1 agreement {copy['after']['top1']:.3f} on {name}, {point:+.3f} from its own "
+                f"(95 % interval {low:+.3f} to {high:+.3f})"
+            )
+    return said
+
+
 def _figure(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None

@@ -1,0 +1,126 @@
+"""The 4-bit quantizer in the forward pass: a drafter learns with the very weights that its 4-bit copy will have.
+
+Straight-through (Bengio et al. 2013, arXiv 1308.3432): within `quantized` a linear layer holds Q(W) in place of W, forward and
+backward, and the gradient at Q(W) is then taken as W's. The optimizer moves the full-precision W, which is what is saved; its
+copy by `draftsmith quantize` in the same format is what was trained. W is swapped once per optimizer step, not once per
+batch, and no layer is replaced: checkpoints, names and the chunked head are as ever.
+
+Shapes: O outputs, I inputs of a layer, G groups of a row, each `group_size` inputs wide.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from distill.parallel import Kind
+from pairing.errors import InputError
+from pairing.weights import EMBEDDINGS, HEADS, read_headers
+
+Format = Literal["nf4", "w4a16"]
+NF4_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """Q: a weight to the values of its 4-bit copy. As `quantize` does, it begins from W in the type that it is stored in."""
+
+    format: Format
+    group_size: int = 64  # of w4a16; nf4 has blocks of its own
+    dtype: torch.dtype = torch.float32
+
+    def __call__(self, weight_OI: torch.Tensor) -> torch.Tensor:
+        """[O, I] to [O, I], in the type that `weight_OI` has."""
+        stored_OI = weight_OI.detach().to(self.dtype)
+        copy_OI = nf4(stored_OI) if self.format == "nf4" else w4a16(stored_OI, self.group_size)
+        return copy_OI.to(weight_OI.dtype)
+
+
+@contextmanager
+def quantized(model: torch.nn.Module, quantizer: Quantizer | None) -> Iterator[None]:
+    """Inside, what `quantize` would quantize holds its 4-bit values. None changes nothing.
+
+    Gradients that arise inside are left where they belong, in W's `grad`: all of a backward pass must lie inside, and the
+    optimizer's step outside.
+    """
+    held = {} if quantizer is None else {p: p.data for p in linear_weights(model).values()}
+    try:
+        for p, weight in held.items():
+            assert quantizer is not None
+            p.data = quantizer(weight)
+        yield
+    finally:
+        for p, weight in held.items():
+            p.data = weight
+
+
+def linear_weights(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The weights that are quantized, by name."""
+    return {name: p for name, p in model.named_parameters() if is_quantized(name, p.shape)}
+
+
+def is_quantized(name: str, shape: Sequence[int]) -> bool:
+    """Every matrix is but embedding and head."""
+    return len(shape) == 2 and not name.endswith((*EMBEDDINGS, *HEADS))
+
+
+def require_fitting(quantizer: Quantizer, folder: Path) -> None:
+    """Raises InputError where the drafter in `folder` has rows that groups do not fill, or bitsandbytes is missing for nf4."""
+    if quantizer.format == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
+        raise InputError("quantizer=nf4 needs bitsandbytes: `pip install 'draftsmith[quant]'`, or take quantizer=w4a16")
+    size = quantizer.group_size if quantizer.format == "w4a16" else NF4_BLOCK
+    for name, info in read_headers(folder).items():
+        if is_quantized(name, info.shape) and info.shape[1] % size:
+            raise InputError(
+                f"{folder}: {name} is {info.shape[1]} wide, no multiple of {size}, so {quantizer.format} does not take it"
+            )
+
+
+def require_whole(kind: Kind) -> None:
+    """Raises InputError where weights lie in shards: a group of values may cross two of them."""
+    if kind != "replicated":
+        raise InputError(
+            f"quantizer= needs whole weights on every process and {kind} shards them: train without it, then run a short part "
+            "with it on the result, on one process or launched with two_gpus.yaml"
+        )
+
+
+def nf4(weight_OI: torch.Tensor) -> torch.Tensor:
+    """W through NF4 with double quantization and back, by bitsandbytes itself: what it writes is what is trained."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    return dequantize_4bit(*quantize_4bit(weight_OI, quant_type="nf4", compress_statistics=True))
+
+
+def w4a16(weight_OI: torch.Tensor, group_size: int) -> torch.Tensor:
+    """W through symmetric int4 in groups and back: round to nearest at `scales_of`."""
+    scales_OG = scales_of(weight_OI, group_size)
+    groups_OGS = codes_of(weight_OI, scales_OG).to(weight_OI.dtype).unflatten(1, (scales_OG.shape[1], group_size))
+    return (groups_OGS * scales_OG.to(weight_OI.dtype)[..., None]).flatten(1)
+
+
+def scales_of(weight_OI: torch.Tensor, group_size: int) -> torch.Tensor:
+    """[O, G] bfloat16: a group's value of largest magnitude / −8, so that it keeps its value and the range of codes, −8
+    to 7, is used on its longer side. Negative where that value is positive.
+
+    On normal weights in groups of 64 this leaves a mean squared error of 0.90 % of the weights' square; the usual magnitude
+    / 7.5 leaves 1.06 %, the best of 26 positive scales 0.90 %. In bfloat16 since engines multiply in it, and codes must
+    belong to the scales that are used.
+    """
+    groups_OGS = weight_OI.unflatten(1, (-1, group_size))
+    largest_OG = groups_OGS.gather(2, groups_OGS.abs().argmax(2, keepdim=True)).squeeze(2)
+    scales_OG = (largest_OG.float() / -8).to(torch.bfloat16)
+    return torch.where(scales_OG == 0, torch.ones_like(scales_OG), scales_OG)
+
+
+def codes_of(weight_OI: torch.Tensor, scales_OG: torch.Tensor) -> torch.Tensor:
+    """[O, I] int8, −8 to 7: the nearest code of each value, with whatever scales."""
+    groups_OGS = weight_OI.float().unflatten(1, (scales_OG.shape[1], -1))
+    codes_OGS = (groups_OGS / scales_OG.float()[..., None]).round_().clamp_(-8, 7)
+    return codes_OGS.flatten(1).to(torch.int8)
