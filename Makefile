@@ -24,12 +24,13 @@ ONE_LINE := Turn the order into one line of JSON with the keys name, city, item,
 
 # Stopped anywhere, it goes on there: answers, drafter and every finished run are kept in $(BENCH). Delete it to measure anew.
 bench: setup
-	@echo "bench, about an hour and a half on 2 cores; leave the machine alone meanwhile. In turn:"
+	@echo "bench, about two hours on 2 cores; leave the machine alone meanwhile. In turn:"
 	@echo "  data       SmolLM2-135M answers orders; a 5-layer drafter is cut from it             5 min"
 	@echo "  check      draftsmith check on 150,000 tokens                                        1 min"
 	@echo "  distill    our loop, a plain loop and TRL's GKD trainer; also with 151,936 rows     40 min"
 	@echo "  init       drafters of other depths and widths, trained alike and timed             20 min"
 	@echo "  objectives losses, cache sizes and the online target, 3 seeds                       30 min"
+	@echo "  quantize   a trained drafter in 4 bits, before and after a short part with the quantizer   20 min"
 	@echo "Results: $(BENCH)/*.jsonl and $(BENCH)/init, a line a run; tables beside them, *.md"
 	@$(PY) -c "import trl" 2>/dev/null || $(PY) -m pip install -q -c constraints.txt -e '.[bench]'
 	@.venv/bin/draftsmith generate target=HuggingFaceTB/SmolLM2-135M-Instruct out=$(BENCH)/answers \
@@ -49,4 +50,7 @@ bench: setup
 	  --heldout $(BENCH)/answers/heldout --steps 30 --out $(BENCH)/init
 	@$(PY) -m scripts.bench_objectives $(PAIR) --train $(BENCH)/answers/train --heldout $(BENCH)/answers/heldout \
 	  --steps 30 --jobs 2 --out $(BENCH)/objectives.jsonl >$(BENCH)/objectives.md
-	@cat $(BENCH)/distill.md $(BENCH)/init/table.md $(BENCH)/objectives.md
+	@.venv/bin/draftsmith distill draft=$(BENCH)/draft data=$(BENCH)/answers/train out=$(BENCH)/trained max_steps=240
+	@$(PY) -m scripts.bench_quantize --draft $(BENCH)/trained/drafter --train $(BENCH)/answers/train \
+	  --heldout $(BENCH)/answers/heldout --out $(BENCH)/quantize.jsonl >$(BENCH)/quantize.md
+	@cat $(BENCH)/distill.md $(BENCH)/init/table.md $(BENCH)/objectives.md $(BENCH)/quantize.md
