@@ -11,7 +11,7 @@ Shapes: O outputs, I inputs of a layer, G groups of a row, each `group_size` inp
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,9 @@ from typing import Literal
 import torch
 
 from distill.parallel import Kind
+from distill.quantize import linear_layers
 from pairing.errors import InputError
-from pairing.weights import EMBEDDINGS, HEADS, read_headers
+from pairing.weights import HEADS, read_headers
 
 Format = Literal["nf4", "w4a16"]
 NF4_BLOCK = 64
@@ -61,13 +62,9 @@ def quantized(model: torch.nn.Module, quantizer: Quantizer | None) -> Iterator[N
 
 
 def linear_weights(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The weights that are quantized, by name."""
-    return {name: p for name, p in model.named_parameters() if is_quantized(name, p.shape)}
-
-
-def is_quantized(name: str, shape: Sequence[int]) -> bool:
-    """Every matrix is but embedding and head."""
-    return len(shape) == 2 and not name.endswith((*EMBEDDINGS, *HEADS))
+    """The weights that are quantized, by name: of every linear layer but the head."""
+    linear = {f"{n}.weight": m.weight for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    return {name: weight for name, weight in linear.items() if not name.endswith(HEADS)}
 
 
 def require_fitting(quantizer: Quantizer, folder: Path) -> None:
@@ -75,8 +72,8 @@ def require_fitting(quantizer: Quantizer, folder: Path) -> None:
     if quantizer.format == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
         raise InputError("quantizer=nf4 needs bitsandbytes: `pip install 'draftsmith[quant]'`, or take quantizer=w4a16")
     size = quantizer.group_size if quantizer.format == "w4a16" else NF4_BLOCK
-    for name, info in read_headers(folder).items():
-        if is_quantized(name, info.shape) and info.shape[1] % size:
+    for name, info in linear_layers(read_headers(folder)).items():
+        if info.shape[1] % size:
             raise InputError(
                 f"{folder}: {name} is {info.shape[1]} wide, no multiple of {size}, so {quantizer.format} does not take it"
             )

@@ -1,6 +1,7 @@
-"""How long a decode step takes: models known by their config.json alone, one request at a time, in the installed engine.
+"""How long a decode step takes: models known by their config.json alone, or whole folders, in the installed engine.
 
-Weights are random, since time does not go by their values; no tokenizer is read. All models live in one child process and
+One request at a time. A config's weights are random, since time does not go by their values; quantized ones are read from
+their folder, since no engine makes up packed weights. No tokenizer is read. All models live in one child process and
 take turns in blocks of steps, so that what else the machine does falls on all of them alike. In vLLM 0.32 the engine runs
 within that process: the figures are the model's own step, scheduler and sampler included, without a server's messages.
 Without vLLM the same is measured in transformers, and says so: its steps are slower, and not in proportion.
@@ -28,6 +29,7 @@ from pairing.engine_env import cpu_engine_env
 from pairing.errors import PartFailedError
 from pairing.files import digest_json, read_json, write_json
 from pairing.serving import context, text_config
+from pairing.source import load_model
 from pairing.vllm_plugin import DIE_WITH_PARENT, die_with_parent
 
 CONTEXT = 256  # tokens before the first step that counts
@@ -55,16 +57,17 @@ def engine_name() -> str:
     return f"transformers {transformers.__version__} (no vLLM installed)"
 
 
-Timer = Callable[[Sequence[Mapping[str, Any]]], list[StepTime]]
+Timer = Callable[[Sequence[Mapping[str, Any] | Path]], list[StepTime]]
 
 
 @contextmanager
-def open_timer(env: Mapping[str, str], log: Path) -> Iterator[Timer]:
-    """Starts the child process and yields what measures: configs (contents of config.json) to times, taken side by side.
+def open_timer(env: Mapping[str, str], log: Path, dtype: str = "auto") -> Iterator[Timer]:
+    """Starts the child process and yields what measures: configs (contents of config.json) or folders to times, taken side
+    by side.
 
-    Shares are of the first config's step. A config measured before is not started again. `env` is the environment for the
-    child. The timer raises PartFailedError where the engine does not run; its output is in `log`, which is removed
-    in all other cases.
+    Shares are of the first one's step. What was measured before is not started again. `env` is the environment for the child,
+    `dtype` the type that vLLM computes in. The timer raises PartFailedError where the engine does not run; its output is in
+    `log`, which is removed in all other cases.
     """
     found = engine()
     cpu = found is None or found.backend == "cpu"
@@ -80,14 +83,18 @@ def open_timer(env: Mapping[str, str], log: Path) -> Iterator[Timer]:
         folders: dict[str, str] = {}
         failed: list[str] = []
 
-        def measure(configs: Sequence[Mapping[str, Any]]) -> list[StepTime]:
-            for config in configs:
-                key = digest_json(config)
-                if key not in folders:
-                    folders[key] = str(Path(temp) / str(len(folders)))
-                    write_json(Path(folders[key]) / "config.json", dict(config))
-            names = [folders[digest_json(config)] for config in configs]
-            request = {"engine": "vllm" if found else "transformers", "cpu": cpu, "folders": names}
+        def place(model: Mapping[str, Any] | Path) -> str:
+            if isinstance(model, Path):
+                return str(model.absolute())
+            key = digest_json(model)
+            if key not in folders:
+                folders[key] = str(Path(temp) / str(len(folders)))
+                write_json(Path(folders[key]) / "config.json", dict(model))
+            return folders[key]
+
+        def measure(models: Sequence[Mapping[str, Any] | Path]) -> list[StepTime]:
+            names = [place(model) for model in models]
+            request = {"engine": "vllm" if found else "transformers", "cpu": cpu, "dtype": dtype, "folders": names}
             assert process.stdin is not None
             assert process.stdout is not None
             with suppress(BrokenPipeError):
@@ -134,7 +141,9 @@ def child() -> None:
         for folder in request["folders"]:
             if folder not in opened:
                 opened[folder] = (
-                    _open_vllm(folder, request["cpu"]) if request["engine"] == "vllm" else _open_transformers(folder)
+                    _open_vllm(folder, request["cpu"], request["dtype"])
+                    if request["engine"] == "vllm"
+                    else _open_transformers(folder)
                 )
         steps = [opened[folder]() for folder in request["folders"]]
         for step in steps:
@@ -153,6 +162,10 @@ def _timed(step: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
+def _has_weights(folder: str) -> bool:
+    return any(Path(folder).glob("*.safetensors"))
+
+
 Begin = Callable[[], Callable[[], Any]]  # reads the prompt, and returns what does one step
 
 
@@ -167,14 +180,20 @@ def _prompt(config: Mapping[str, Any]) -> list[int]:
     return random.Random(0).choices(range(config["vocab_size"]), k=_lengths(config)[0])
 
 
-def _open_vllm(folder: str, cpu: bool) -> Begin:
+def _open_vllm(folder: str, cpu: bool, dtype: str) -> Begin:
     from vllm import LLM, SamplingParams
 
-    config = text_config(read_json(Path(folder) / "config.json"))
+    whole = read_json(Path(folder) / "config.json")
+    config = text_config(whole)
     prompt, length = _lengths(config)
+    # a loader of its own reads bitsandbytes, as the method asks for
+    nf4 = whole.get("quantization_config", {}).get("quant_method") == "bitsandbytes"
+    format_ = "bitsandbytes" if nf4 else "auto" if _has_weights(folder) else "dummy"
     llm = LLM(
         folder,
-        load_format="dummy",
+        load_format=format_,
+        quantization="bitsandbytes" if nf4 else None,
+        dtype=dtype,
         skip_tokenizer_init=True,
         enforce_eager=cpu,  # compiling takes minutes there
         max_model_len=length,
@@ -202,9 +221,11 @@ def _open_transformers(folder: str) -> Begin:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config).eval()
+    if _has_weights(folder):
+        model = load_model(Path(folder)).to(device).eval()
+    else:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
     prompt = torch.tensor([_prompt(text_config(read_json(Path(folder) / "config.json")))], device=device)
 
     def begin() -> Callable[[], Any]:
