@@ -117,28 +117,40 @@ def replay_prompts(accepted: Sequence[Sequence[Sequence[float]]], num_speculativ
 
 def compare(before: Sequence[PromptScore], after: Sequence[PromptScore]) -> dict[str, Any]:
     """Both summaries, the change of top-1 and of τ at K = 4 with its paired interval, and the groups by tag."""
+    top1, tau = changes(before, after, COMPARED_K)
+    return {
+        "prompts": len(after),
+        "tokens": sum(s.tokens for s in after),
+        "before": summary(before),
+        "after": summary(after),
+        "change": {"top1": top1, "tau_4": tau},
+        "groups": groups(after),
+    }
+
+
+Change = list[
+    float | None
+]  # of a figure, and its 95 % interval, prompts paired; None where there is nothing to tell from
+
+
+def changes(
+    before: Sequence[PromptScore], after: Sequence[PromptScore], num_speculative_tokens: int
+) -> tuple[Change, Change]:
+    """The change of top-1 agreement, and that of τ by replay at that K."""
     assert [s.id for s in before] == [s.id for s in after]
     tokens_P = np.array([s.tokens for s in after], dtype=np.float64)
     gain_P = np.array([a.top1 - b.top1 for a, b in zip(after, before, strict=True)])
-    old, new = (replay_prompts([s.accepted for s in scores], COMPARED_K) for scores in (before, after))
-    first, last = summary(before), summary(after)
+    old, new = (replay_prompts([s.accepted for s in scores], num_speculative_tokens) for scores in (before, after))
 
     def tau_change(w_RP: NDArray[np.float64]) -> NDArray[np.float64]:
         return acceptance_length_of(new, w_RP) - acceptance_length_of(old, w_RP)
 
     top1 = interval(lambda w_RP: (w_RP @ gain_P) / (w_RP @ tokens_P), len(after))
     tau = interval(tau_change, len(after)) if new.rounds_P.any() else (np.nan, np.nan)
-    return {
-        "prompts": len(after),
-        "tokens": int(tokens_P.sum()),
-        "before": first,
-        "after": last,
-        "change": {
-            "top1": [last["top1"] - first["top1"], *map(_figure, top1)],
-            "tau_4": [_figure(new.acceptance_length - old.acceptance_length), *map(_figure, tau)],
-        },
-        "groups": groups(after),
-    }
+    return (
+        [float(gain_P.sum() / tokens_P.sum()), *map(_figure, top1)],
+        [_figure(new.acceptance_length - old.acceptance_length), *map(_figure, tau)],
+    )
 
 
 def groups(scores: Sequence[PromptScore]) -> dict[str, dict[str, Any]]:
