@@ -12,7 +12,7 @@ from distill.quantize import Choice, quantize_drafter
 from pairing.init import init_drafter
 from pairing.source import load_model, load_tokenizer, resolve
 from tests import tiny
-from tests.integration.test_pair_in_vllm import PROMPTS, K, generate, served
+from tests.integration.test_pair_in_vllm import PROMPTS, TOKENS, K, generate, served
 from tests.integration.test_real_pair import NAME
 
 
