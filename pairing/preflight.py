@@ -16,6 +16,7 @@ from pairing.engine_support import Support, probe, support_findings
 from pairing.errors import InputError
 from pairing.files import read_json
 from pairing.finding import LEVELS, Finding
+from pairing.four_bit import four_bit_findings
 from pairing.serving_plan import Memory, Model, Serving, serve_line, served_length
 from pairing.source import ModelSource, servable
 from pairing.speculative_config import speculation_findings
@@ -44,6 +45,8 @@ def preflight(
         *support_findings(
             installed, found, "vision_config" in target.config or "audio_config" in target.config, serving
         ),
+        *four_bit_findings("target", target, installed, found is None or found.w4a16, serving),
+        *four_bit_findings("drafter", drafter, installed, found is None or found.w4a16, serving),
         *length_findings(target, drafter, serving),
         *budget_findings(installed, memory, served_length(target, drafter, serving), serving),
         *memory_findings(target, drafter, installed, memory, serving),

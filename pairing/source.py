@@ -272,6 +272,18 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, **kwargs: Any) 
         raise InputError(f"{folder}: does not load as a causal LM ({' '.join(str(e).split())[:300]})") from e
 
 
+def empty_model(folder: Path) -> Any:
+    """The causal LM that the config in `folder` describes, its modules without weights (on the meta device)."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    except (ValueError, OSError, StrictDataclassError) as e:
+        raise InputError(f"{folder}: describes no causal LM ({' '.join(str(e).split())[:300]})") from e
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The fast tokenizer in `folder`: vocabularies, cuts and byte forms are read from its tokenizer.json's parts."""
     from transformers import AutoTokenizer
