@@ -153,6 +153,23 @@ def changes(
     )
 
 
+def acceptance(
+    scores: Sequence[PromptScore], num_speculative_tokens: int, other: Sequence[PromptScore] | None = None
+) -> dict[str, Any]:
+    """{"top1", "alpha" (its bracket), "tau" by replay at that K, "top1_change", "tau_change"}; the changes are those from
+    `other`, None where there is none."""
+    own = summary(scores)
+    tau = replay_prompts([s.accepted for s in scores], num_speculative_tokens).acceptance_length
+    top1_change, tau_change = changes(other, scores, num_speculative_tokens) if other is not None else (None, None)
+    return {
+        "top1": own["top1"],
+        "alpha": [own["alpha_low"], own["alpha_high"]],
+        "tau": _figure(tau),
+        "top1_change": top1_change,
+        "tau_change": tau_change,
+    }
+
+
 def groups(scores: Sequence[PromptScore]) -> dict[str, dict[str, Any]]:
     """A summary per value of each tag that parts the prompts in 2 to 8 groups."""
     result: dict[str, dict[str, Any]] = {}

@@ -40,7 +40,10 @@ def plan_run(
     tokens, supervised = int(rows.tokens_P.sum()), int(rows.supervised_P.sum())
     head_passes = 4 if settings.trainable == "layers" else 6
     products = (6 * body + 2 * sum(frozen.values())) * tokens + head_passes * head.numel() * supervised
-    weights = 4 * sum(p.numel() for p in model.parameters()) + sum(n * beside[f] for f, n in frozen.items())
+    copy = (
+        4 * body if settings.quantizer is not None else 0
+    )  # the weights themselves, while their 4-bit values stand in
+    weights = copy + 4 * sum(p.numel() for p in model.parameters()) + sum(n * beside[f] for f, n in frozen.items())
     columns = min(head.shape[0], settings.block)
     chunk = settings.chunk or positions_at_once(columns, device)
     return {

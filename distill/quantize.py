@@ -59,7 +59,7 @@ def plan_quantize(folder: Path, choice: Choice = Choice()) -> dict[str, Any]:
     Raises InputError for everything that would fail later (fault D19): no drafter, quantized already, a package that is
     missing, layers or widths that 4-bit kernels do not take, each with the 16-bit way out.
     """
-    read_pair(folder)
+    training = read_pair(folder)["training"] or {}
     config, tensors = read_json(folder / "config.json"), read_headers(folder)
     if "quantization_config" in config:
         method = config["quantization_config"].get("quant_method", "an unknown method")
@@ -71,7 +71,7 @@ def plan_quantize(folder: Path, choice: Choice = Choice()) -> dict[str, Any]:
         if info.dtype not in HEADER_DTYPES:
             raise InputError(f"{folder}: {name} is {info.dtype}: 4-bit copies are made from 16- or 32-bit weights")
     linear = linear_layers(folder, tensors)
-    notes = _require_kernels(folder, linear, choice)
+    notes = _require_kernels(folder, linear, choice) + _other_than_trained(training, choice)
     stored = HEADER_DTYPES[next(iter(linear.values())).dtype]
     if choice.format == "nf4":
         linear_after = sum(nf4.stored_bytes(info.shape) for info in linear.values())
@@ -91,6 +91,15 @@ def plan_quantize(folder: Path, choice: Choice = Choice()) -> dict[str, Any]:
         "memory_bytes": 2 * before + linear_after,  # the drafter, the copy as it is computed, the copy as it is stored
         "notes": notes,
     }
+
+
+def _other_than_trained(training: dict[str, Any], choice: Choice) -> list[str]:
+    """A drafter that learnt with one format's rounding in its forward pass (`distill.fake_quantize`) is good in that one."""
+    trained = training.get("quantizer"), training.get("quantizer_group_size", choice.group_size)
+    if trained[0] is None or trained == (choice.format, choice.group_size):
+        return []
+    group = f" group_size={trained[1]}" if trained[0] == "w4a16" else ""
+    return [f"this drafter was trained for another copy than this one: format={trained[0]}{group}, without calibration"]
 
 
 def linear_layers(folder: Path, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -200,7 +209,13 @@ def quantize_drafter(
         made = {"step": "quantize", "from": str(folder), **choice.facts(stored), "calibrated_on": calibrated_on}
         pair = read_pair(folder)
         # what was measured with the drafter was not measured with this copy of it
-        pair |= {"made": [*pair["made"], made], "quantization": result, "measurements": [], "serve": None}
+        pair |= {
+            "made": [*pair["made"], made],
+            "quantization": result,
+            "measurements": [],
+            "serve": None,
+            "formats": None,
+        }
         write_json(temp / "pair.json", pair)
         write_card(temp, name=out.name)
         before_done(result)

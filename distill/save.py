@@ -41,7 +41,9 @@ def write_drafter(
         training = {**evaluation["training"], **how}
         for name, result in evaluation["sets"].items():
             training |= {f"top1 on {name}": result["after"]["top1"], f"tau K=4 on {name}": result["after"]["tau"]["4"]}
-        update_pair(temp, made=[*read_pair(temp)["made"], step], training=training)
+        # what was measured with the draft was not measured with these weights
+        stale: dict[str, Any] = {"measurements": [], "serve": None, "formats": None}
+        update_pair(temp, made=[*read_pair(temp)["made"], step], training=training, **stale)
         write_card(temp, name="drafter")
         check_reload(temp, model)
 

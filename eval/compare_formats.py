@@ -12,11 +12,16 @@ A row is a form of the drafter, the first one the drafter as it is: {"form", "bi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from eval import statistics
 from eval.verdict import explained, void_reason
+from pairing.budgets import itemsize, memory_numbers
+from pairing.engine import Engine
+from pairing.files import read_json
+from pairing.serving_plan import Memory, Model, Serving
 from pairing.weights import read_headers
 
 Row = Mapping[str, Any]
@@ -25,9 +30,18 @@ KV_BLOCK = 16  # tokens of a block, as vLLM has them on GPUs
 KV_WORTH = 0.02  # more KV cache than by this part is a reason to serve a copy that is as fast
 
 
-def weights_mib(folder: Path) -> float:
-    """What the weights in `folder` take, by the headers of its files."""
-    return round(sum(t.bytes for t in read_headers(folder).values()) / 2**20, 2)
+def room(target: Path, drafter: Path, installed: Engine, budget: int, serving: Serving) -> dict[str, Any]:
+    """{"bits", "weights_mib", "kv_blocks"} of a drafter in `drafter`: the type that the pair is served in, what the drafter's
+    weights take by its files' headers, and how many blocks of KV cache an engine with `budget` bytes has left beside
+    both models."""
+    t, d = (Model(read_json(folder / "config.json"), read_headers(folder)) for folder in (target, drafter))
+    all_of_it = replace(serving, gpu_memory_utilization=1.0, kv_cache_gib=None)
+    tokens = memory_numbers(t, d, installed, Memory(budget, budget), all_of_it)["kv_tokens"]
+    return {
+        "bits": 8 * itemsize(t, serving, installed.backend),
+        "weights_mib": round(sum(t.bytes for t in d.tensors.values()) / 2**20, 2),
+        "kv_blocks": (tokens or 0) // KV_BLOCK,
+    }
 
 
 def served(arm: str, results: Sequence[Row], requests: Sequence[Row], drafter: str) -> dict[str, Any]:

@@ -28,7 +28,12 @@ def render_card(pair: dict[str, Any], name: str) -> str:
     lines += [f"A draft model for speculative decoding with `{target['name']}`, made by draftsmith.",
               "It shares the target's vocabulary id by id. Alone it is no assistant.", ""]  # fmt: skip
     lines += ["## Made", *(f"{i}. {_step(step)}" for i, step in enumerate(pair["made"], 1)), ""]
-    for title, key in (("Training", "training"), ("Alignment", "alignment"), ("Quantization", "quantization")):
+    for title, key in (
+        ("Training", "training"),
+        ("Alignment", "alignment"),
+        ("Quantization", "quantization"),
+        ("Which form to serve", "formats"),
+    ):
         if pair.get(key):
             lines += [f"## {title}", *_table(pair[key]), ""]
     if pair.get("measurements"):

@@ -28,6 +28,7 @@ def new_pair(target: ModelSource, made: dict[str, Any]) -> dict[str, Any]:
         "training": None,
         "measurements": [],
         "serve": None,
+        "formats": None,
     }
 
 

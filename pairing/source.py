@@ -261,10 +261,16 @@ def quiet_off_terminal() -> None:
 def load_model(folder: Path, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
     """The causal LM in `folder`, from safetensors only, without remote code."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     quiet_off_terminal()
     try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        packed = getattr(config, "quantization_config", None)
+        if isinstance(packed, dict) and packed.get("quant_method") == "compressed-tensors":
+            # else it unpacks in the whole model's first forward, and our passes call the decoder
+            packed["dequantize"] = True
+            kwargs["config"] = config
         return AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, local_files_only=True, **kwargs
         )

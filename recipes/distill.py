@@ -32,12 +32,13 @@ from distill.adapters import attach, drift, load_in_4bit, merged
 from distill.batches import Rows
 from distill.checkpoint import Which, load_weights
 from distill.evaluate import compare, score_prompts, verdict, verdict_of_copy
-from distill.fake_quantize import Format, Quantizer, quantized, require_fitting, require_whole
+from distill.fake_quantize import Format, Quantizer, quantized, require_whole
 from distill.guards import tracker
 from distill.inputs import open_inputs, require_reference
 from distill.objective import Weight, auto
 from distill.parallel import kind_of
 from distill.plan import plan_run
+from distill.quantize import Choice, plan_quantize
 from distill.save import stored_dtype, write_drafter
 from distill.settings import Settings, require_possible
 from distill.signals import Target, online, require_recorded
@@ -267,7 +268,8 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         require_recorded(rows, config.top_logprobs)
     settings, why = _settings(config, answered_at)
     if settings.quantizer is not None:
-        require_fitting(settings.quantizer, draft)
+        # whether the format holds it at all; where it will be served is not known here
+        plan_quantize(draft, Choice(settings.quantizer.format, group_size=config.quantizer_group_size, serve_on="cuda"))
         require_whole(kind_of(accelerator))
     notes.print(f"losses: {why}", markup=False)
     if dry_run:

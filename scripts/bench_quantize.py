@@ -21,8 +21,9 @@ import torch
 from accelerate import Accelerator
 
 from distill.answers import open_answers
-from distill.fake_quantize import Quantizer, quantized, require_fitting
+from distill.fake_quantize import Quantizer, quantized
 from distill.objective import auto
+from distill.quantize import Choice, plan_quantize
 from distill.save import stored_dtype
 from pairing.source import load_model, resolve
 from scripts import bench_common as common
@@ -55,7 +56,7 @@ def run(args: Any) -> list[Row]:
         common.require(args, "draft", "train", "heldout")
         pair = {name: str(getattr(args, name)) for name in ("draft", "train", "heldout")}
     for name in FORMATS:
-        require_fitting(Quantizer(name, args.group_size), resolve(pair["draft"]).path)
+        plan_quantize(resolve(pair["draft"]).path, Choice(name, group_size=args.group_size, serve_on="cuda"))
     temperature = open_answers(Path(pair["train"])).meta.get("sampling", {}).get("temperature", 0.0)
     same = {name: pair[name] for name in ("draft", "train", "heldout")} | {"group_size": args.group_size}
     part = {"steps": args.steps, "batch_size": args.batch_size, "lr": args.lr, "trainable": args.trainable,

@@ -19,6 +19,7 @@ from distill.evaluate import score_prompts, summary
 from distill.fake_quantize import Quantizer, quantized
 from distill.head import Head, head_scores
 from distill.losses import LOSSES, NEED_ALL
+from distill.quantize import Choice, plan_quantize
 from distill.settings import on_policy
 from distill.signals import Target, cut, get_signal, online
 from distill.step import ready, window_gradients
@@ -394,6 +395,12 @@ def test_a_short_part_wins_back_what_4_bits_lose_and_the_drafter_says_so(
     training = read_pair(won / "drafter")["training"]
     assert training["quantizer"] == format_
     assert training.get("quantizer_group_size") == (32 if more else None)
+    kind, other = (Choice("nf4"), Choice("w4a16", group_size=32))[:: 1 if format_ == "nf4" else -1]
+    assert not any("trained for" in note for note in plan_quantize(won / "drafter", kind)["notes"])
+    assert any(
+        f"trained for another copy than this one: format={format_}" in note
+        for note in plan_quantize(won / "drafter", other)["notes"]
+    )
     assert f"trained so that their {format_} copy" in (won / "drafter" / "README.md").read_text()
 
 

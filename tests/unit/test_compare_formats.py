@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from eval.compare_formats import choose, markdown, served, weights_mib
+from distill.quantize import quantize_drafter
+from eval.compare_formats import choose, markdown, room, served
+from pairing.engine import Engine
+from pairing.init import init_drafter
+from pairing.serving_plan import Serving
+from pairing.source import resolve
 from tests import tiny
 from tests.sample_run import result
 
@@ -103,7 +108,23 @@ def test_a_copy_is_held_against_the_drafter_on_the_same_prompts() -> None:
     assert differs["why_not"] == "1 of its outputs is not the target's"
 
 
-def test_weights_are_what_the_files_hold(tmp_path: Path) -> None:
-    model = tiny.model()
-    expected = 4 * sum(p.numel() for p in model.parameters()) / 2**20
-    assert weights_mib(tiny.folder(tmp_path / "m")) == pytest.approx(expected, abs=0.006)
+def test_saved_weights_become_kv_blocks(tmp_path: Path) -> None:
+    """By hand: 2 layers of 1 key-value head of 32 in each model, float32: 2 · 2 · 32 · 4 bytes a token and model."""
+    target, drafter = tiny.folder(tmp_path / "target"), tiny.folder(tmp_path / "drafter", layers=2, rows=tiny.ROWS)
+    init = tmp_path / "made"
+    init_drafter(resolve(str(target)), init, [0, 1])
+    quantize_drafter(init, tmp_path / "nf4")
+    serving, cpu = (
+        Serving(dtype="float32", max_model_len=128, max_num_seqs=4, kv_cache_gib=1),
+        Engine("0.32.0", "cpu", None),
+    )
+    full, nf4 = (room(target, d, cpu, 2**26, serving) for d in (drafter, tmp_path / "nf4"))
+    weights = 4 * sum(p.numel() for p in tiny.model().parameters())
+    assert full == {
+        "bits": 32,
+        "weights_mib": round(weights / 2**20, 2),
+        "kv_blocks": (2**26 - 2 * weights - 2 * 4 * tiny.ROWS * 4 * 5) // 1024 // 16,
+    }
+    saved = 2**20 * (full["weights_mib"] - nf4["weights_mib"])
+    assert nf4["weights_mib"] < 0.5 * full["weights_mib"]
+    assert nf4["kv_blocks"] - full["kv_blocks"] == pytest.approx(saved / 1024 / 16, abs=2)

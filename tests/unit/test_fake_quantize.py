@@ -11,15 +11,13 @@ from safetensors.torch import load_file
 
 from distill.fake_quantize import (
     Quantizer,
-    codes_of,
     linear_weights,
     quantized,
-    require_fitting,
     require_whole,
-    scales_of,
     w4a16,
 )
-from distill.quantize import linear_layers, quantize_drafter
+from distill.quantize import Choice, linear_layers, quantize_drafter
+from distill.w4a16 import codes_of, scales_of
 from pairing.errors import InputError
 from pairing.init import init_drafter
 from pairing.source import load_model, resolve
@@ -51,6 +49,18 @@ def test_nf4_is_what_quantize_writes_bit_by_bit(tmp_path: Path, dtype: str) -> N
             state = {k.removeprefix(f"{name}."): v for k, v in written.items() if k.startswith(f"{name}.")}
             stored = dequantize_4bit(stored, QuantState.from_dict(state, device=torch.device("cpu")))
         assert torch.equal(weight, stored.float()), name
+
+
+@pytest.mark.parametrize("quantizer", BOTH)
+def test_the_forward_pass_is_that_of_the_copy_read_back(tmp_path: Path, quantizer: Quantizer) -> None:
+    drafter = make_drafter(tmp_path)
+    quantize_drafter(drafter, tmp_path / "copy", Choice(quantizer.format, group_size=quantizer.group_size))
+    model, ids = load_model(drafter), torch.arange(3, 43).reshape(2, 20)
+    with quantized(model, quantizer):
+        trained = model(ids).logits
+        # with gradients on: without, bitsandbytes takes a bfloat16 kernel on some CPUs
+        assert torch.equal(load_model(tmp_path / "copy")(ids).logits, trained)
+    assert not torch.equal(model(ids).logits, trained)
 
 
 def test_w4a16_by_hand() -> None:
@@ -121,19 +131,10 @@ def test_weights_come_back_when_something_fails_inside() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_layers_are_those_that_quantize_takes(tmp_path: Path, tied: bool) -> None:
     drafter = make_drafter(tmp_path, tied=tied)
-    assert set(linear_weights(load_model(drafter))) == set(linear_layers(read_headers(drafter)))
+    assert set(linear_weights(load_model(drafter))) == set(linear_layers(drafter, read_headers(drafter)))
 
 
-def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = make_drafter(tmp_path)
-    for quantizer in BOTH:
-        require_fitting(quantizer, drafter)
-    with pytest.raises(InputError, match=r"weight is 64 wide, no multiple of 128, so w4a16 does not take it"):
-        require_fitting(Quantizer("w4a16", 128), drafter)
+def test_shards_are_refused() -> None:
     require_whole("replicated")
     with pytest.raises(InputError, match="fsdp2 shards them: train without it"):
         require_whole("fsdp2")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match="quantizer=nf4 needs bitsandbytes"):
-        require_fitting(Quantizer("nf4"), drafter)
-    require_fitting(BOTH[1], drafter)
