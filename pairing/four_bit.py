@@ -12,7 +12,7 @@ from typing import Any
 
 from pairing.engine import Engine, bitsandbytes_advice
 from pairing.finding import Finding
-from pairing.serving_plan import Model, Serving, stop
+from pairing.weights import TensorInfo
 
 NF4_BLOCK = 64  # values that share one scale
 GROUPS = (32, 64, 128)  # values that share one scale in W4A16: what Marlin takes, and the CPU back end too
@@ -69,26 +69,55 @@ def type_fault(how: Stored, dtype: str, backend: str | None) -> str | None:
     return None
 
 
-def four_bit_findings(role: str, model: Model, installed: Engine, w4a16: bool, serving: Serving) -> list[Finding]:
-    """What keeps a 4-bit target or drafter from starting in `installed`. `w4a16`: whether that has kernels for it."""
-    how = stored(model.config)
+def four_bit_findings(
+    role: str, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], installed: Engine, w4a16: bool, dtype: str
+) -> list[Finding]:
+    """What keeps a 4-bit target or drafter from starting in `installed` with this --dtype. `w4a16`: whether that vLLM has
+    kernels for it."""
+    how = stored(config)
     if how is None:
         return []
-    other = "serve the 16-bit copy"
-    build = f"vLLM {installed.version} ({installed.backend})"
+    other, build = "serve the 16-bit copy", f"vLLM {installed.version} ({installed.backend})"
     if how.format == "nf4":
         advice = bitsandbytes_advice(installed.version, installed.bitsandbytes_plugin)
-        return [stop(f"the {role} is stored in NF4 and {build} does not read it", "engine", advice)] if advice else []
+        return [_stop(f"the {role} is stored in NF4, which {build} does not read", advice)] if advice else []
     if not w4a16:
-        return [stop(f"the {role} is stored in W4A16 and {build} has no kernel for it", "engine", other)]
+        return [_stop(f"the {role} is stored in W4A16, for which {build} has no kernel", other)]
     findings = []
-    if fault := type_fault(how, serving.dtype, installed.backend):
+    if fault := type_fault(how, dtype, installed.backend):
         findings.append(
-            stop(f"--dtype {serving.dtype}: {fault}", "engine", "serve both models with `--dtype bfloat16`")
+            _stop(f"the {role} is stored in W4A16 and --dtype is {dtype}: {fault}", "give `--dtype bfloat16`")
         )
-    for name, info in model.tensors.items():
+    for name, info in tensors.items():
         shape = (info.shape[0], info.shape[-1] * 8)
         if name.endswith(PACKED) and (fault := width_fault(how, shape, installed.backend)):
-            findings.append(stop(f"the {role}'s {name.removesuffix(PACKED)} {fault}", "engine", other))
+            findings.append(_stop(f"the {role}'s {name.removesuffix(PACKED)} {fault}", other))
             break
     return findings
+
+
+def four_bit_shards(role: str, config: Mapping[str, Any], devices: int) -> list[Finding]:
+    """What of a 4-bit model does not divide over `devices`. `config` is the language model's with its quantization."""
+    how = stored(config)
+    if how is None:
+        return []
+    text = config.get("text_config", config)
+    hidden, ffn = int(text.get("hidden_size") or 0), int(text.get("intermediate_size") or text.get("ffn_dim") or 0)
+    if how.format == "nf4":
+        odd = [str(width) for width in (hidden, ffn) if (width // devices) % NF4_BLOCK]
+        also = f"; and {' and '.join(odd)} over {devices} are no multiples of its blocks of {NF4_BLOCK}" if odd else ""
+        what = f"the {role} is stored in 4 bit (bitsandbytes), which vLLM does not split over devices{also}"
+        return [Finding("blocks", what, "shards", "serve the 16-bit copy, or on one device", stops=("vllm",))]
+    heads = int(text.get("num_attention_heads") or 1)
+    attention = heads * int(text.get("head_dim") or hidden // heads)
+    # what is split by its inputs: the attention's output projection and the FFN's
+    odd = [str(width) for width in (attention, ffn) if (width // devices) % how.group_size]
+    if not odd:
+        return []
+    what = f"the {role} is stored in groups of {how.group_size}, and {' and '.join(odd)} over {devices} are no multiples of it"
+    fix = "serve on fewer devices, or quantize it again with a smaller group_size"
+    return [Finding("blocks", what, "shards", fix, stops=("vllm",))]
+
+
+def _stop(what: str, fix: str) -> Finding:
+    return Finding("blocks", what, "engine", fix, stops=("vllm",))

@@ -45,8 +45,13 @@ def preflight(
         *support_findings(
             installed, found, "vision_config" in target.config or "audio_config" in target.config, serving
         ),
-        *four_bit_findings("target", target, installed, found is None or found.w4a16, serving),
-        *four_bit_findings("drafter", drafter, installed, found is None or found.w4a16, serving),
+        *(
+            finding
+            for role, model in (("target", target), ("drafter", drafter))
+            for finding in four_bit_findings(
+                role, model.config, model.tensors, installed, found is None or found.w4a16, serving.dtype
+            )
+        ),
         *length_findings(target, drafter, serving),
         *budget_findings(installed, memory, served_length(target, drafter, serving), serving),
         *memory_findings(target, drafter, installed, memory, serving),

@@ -12,8 +12,7 @@ import torch
 from distill.w4a16 import describe
 from pairing.engine import Engine
 from pairing.finding import Finding
-from pairing.four_bit import GROUPS, Stored, four_bit_findings, stored, width_fault
-from pairing.serving_plan import Model, Serving
+from pairing.four_bit import GROUPS, Stored, four_bit_findings, four_bit_shards, stored, width_fault
 from pairing.weights import TensorInfo
 
 CPU, CUDA = Engine("0.32.0", "cpu", "0.0.3"), Engine("0.32.0", "cuda", "0.0.3")
@@ -72,7 +71,7 @@ def findings(
     config: dict[str, Any], engine: Engine, outputs: int = 64, dtype: str = "auto", w4a16: bool = True
 ) -> list[Finding]:
     tensors = {"model.layers.0.mlp.up_proj.weight_packed": TensorInfo("I32", (outputs, 8), Path("w"), outputs * 32)}
-    return four_bit_findings("drafter", Model(config, tensors), engine, w4a16, Serving(dtype=dtype))
+    return four_bit_findings("drafter", config, tensors, engine, w4a16, dtype)
 
 
 def test_what_keeps_a_4_bit_model_from_starting() -> None:
@@ -87,9 +86,19 @@ def test_what_keeps_a_4_bit_model_from_starting() -> None:
     (one,) = findings(nf4, Engine("0.27.0", "cuda", "0.0.3"))
     assert "pip uninstall vllm-bnb-plugin" in one.fix
     (one,) = findings(w4a16, CPU, w4a16=False)
-    assert "no kernel for it" in one.what
+    assert "has no kernel" in one.what
     (one,) = findings(w4a16, CUDA, dtype="float32")
     assert "--dtype bfloat16" in one.fix
     (one,) = findings(w4a16, CPU, outputs=48)
     assert "layers.0.mlp.up_proj has 48 outputs" in one.what
     assert findings(w4a16, CUDA, outputs=48) == []
+
+
+@pytest.mark.parametrize(("devices", "group", "odd"), [(3, 64, None), (9, 64, "1536"), (3, 128, "576"), (2, 64, "576")])
+def test_groups_over_devices(devices: int, group: int, odd: str | None) -> None:
+    """vLLM splits two kinds of layers by their inputs, and each part must be whole groups: 576/3 = 192 and 1536/3 = 512."""
+    config = {"hidden_size": 576, "num_attention_heads": 9, "intermediate_size": 1536}
+    found = four_bit_shards("drafter", config | {"quantization_config": describe(group)}, devices)
+    assert four_bit_shards("drafter", config, devices) == []
+    assert [odd in f.what for f in found if odd] == ([True] if odd else [])
+    assert bool(found) is bool(odd)
