@@ -210,10 +210,9 @@ def verdict_of_copy(sets: Mapping[str, Mapping[str, Any]]) -> str:
     for name, result in sets.items():
         if copy := result.get("quantized"):
             point, low, high = copy["change"]["top1"]
-            said += (
-                f"; its 4-bit copy has top-1 agreement {copy['after']['top1']:.3f} on {name}, {point:+.3f} from its own "
-                f"(95 % interval {low:+.3f} to {high:+.3f})"
-            )
+            within = f" (95 % interval {low:+.3f} to {high:+.3f})" if low is not None else ""
+            top1 = f"top-1 agreement {copy['after']['top1']:.3f} on {name}"
+            said += f"; its 4-bit copy has {top1}, {point:+.3f} from its own{within}"
     return said
 
 

@@ -114,8 +114,8 @@ def markdown(rows: Sequence[Row], num_speculative_tokens: int) -> str:
     lines = ["| " + " | ".join(header) + " |", "|---|" + "--:|" * (len(header) - 1)]
     for r in rows:
         cells = [_name(r), f"{r['top1']:.4f}", _signed(r["top1_change"]), "–".join(f"{a:.4f}" for a in r["alpha"])]
-        cells += [f"{r['tau']:.3f}", _signed(r["tau_change"]), f"{r['step_ms']:.2f}", f"{r['step_of_target']:.3f}"]
-        cells += [f"{r['weights_mib']:.1f}", f"{r['kv_blocks']:,}"]
+        cells += [f"{r['tau']:.3f}" if r["tau"] else "–", _signed(r["tau_change"])]
+        cells += [f"{r['step_ms']:.2f}", f"{r['step_of_target']:.3f}", f"{r['weights_mib']:.1f}", f"{r['kv_blocks']:,}"]
         cells += [_times(r[k]) if r[k] else "–" for k in ("speedup", "against_drafter")]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -133,5 +133,5 @@ def _times(figure: Sequence[float]) -> str:
     return "{:.2f}x ({:.2f} to {:.2f})".format(*figure)
 
 
-def _signed(figure: Sequence[float] | None) -> str:
-    return "–" if figure is None else "{:+.4f} ({:+.4f} to {:+.4f})".format(*figure)
+def _signed(figure: Sequence[Any] | None) -> str:
+    return "–" if figure is None or None in figure else "{:+.4f} ({:+.4f} to {:+.4f})".format(*figure)

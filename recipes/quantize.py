@@ -23,6 +23,7 @@ from pydantic import Field, model_validator
 from distill.answers import Answers
 from distill.batches import check_rows
 from distill.evaluate import PromptScore, acceptance, score_prompts
+from distill.fake_quantize import Format
 from distill.quantize import Choice, plan_quantize, quantize_drafter
 from eval.compare_formats import choose, markdown, room, served
 from eval.measure import measure
@@ -41,7 +42,6 @@ from recipes.config import Strict, guarded, parse, validate
 from recipes.measure import MeasureConfig, expected, plan_of, preflight_of, record, recorded
 from recipes.run_folder import open_run, provenance
 
-Format = Literal["nf4", "w4a16"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 
@@ -189,11 +189,16 @@ def _drafter(name: str) -> ModelSource:
 
 def main(argv: list[str]) -> int:
     about = "Writes a 4-bit copy of a drafter."
+    # in front, so that measure.key=… fills the group that it opens
     argv = ["measure={}" if word == "--measure" else word for word in sorted(argv, key=lambda w: w != "--measure")]
     config, args = parse(QuantizeConfig, argv, positional=("drafter", "out"), about=about)
     if args.dry_run:
-        plan = plan_quantize(_drafter(config.drafter).path, config.choice())
-        print(json.dumps(plan, indent=2) if args.json else "\n".join(f"{k}: {v}" for k, v in plan.items()))
+        formats = FORMATS if config.measure and config.measure.copies is None else (config.format,)
+        plans = [plan_quantize(_drafter(config.drafter).path, config.choice(f)) for f in formats]
+        if args.json:
+            print(json.dumps(plans if config.measure else plans[0], indent=2))
+        else:
+            print("\n\n".join("\n".join(f"{k}: {v}" for k, v in plan.items()) for plan in plans))
         return 0
     if config.measure is not None:
         found = compare(config, config.measure)

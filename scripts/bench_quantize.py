@@ -15,13 +15,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from accelerate import Accelerator
 
 from distill.answers import open_answers
-from distill.fake_quantize import Quantizer, quantized
+from distill.fake_quantize import Format, Quantizer, quantized
 from distill.objective import auto
 from distill.quantize import Choice, plan_quantize
 from distill.save import stored_dtype
@@ -30,7 +30,7 @@ from scripts import bench_common as common
 from scripts.bench_common import Row, spec, table
 
 GOAL = 0.005  # of top-1 agreement: what 4 bits may cost after the part
-FORMATS = ("nf4", "w4a16")
+FORMATS: tuple[Format, ...] = get_args(Format)
 PARTS = (None, "control", *FORMATS)  # None: the trained drafter itself
 
 
