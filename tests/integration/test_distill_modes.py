@@ -412,7 +412,7 @@ def test_what_a_quantizer_does_not_go_with_is_said_before_anything_is_read(
         (["quantizer=nf4", "trainable=lora"], "adapters are merged into at the end only"),
         (["quantizer_from=0.5"], "quantizer_from is for quantizer=nf4 or w4a16"),
         (["quantizer=nf4", "quantizer_group_size=32"], "quantizer_group_size is for quantizer=w4a16"),
-        (["quantizer=w4a16", "quantizer_group_size=128"], "no multiple of 128"),
+        (["quantizer=w4a16", "quantizer_group_size=128"], "no multiple of its group size 128"),
     ):
         with pytest.raises(InputError, match=message):
             main([*words, *more])
