@@ -5,20 +5,23 @@ python scripts/bench_init.py … --train-only     # no engine: on a machine that
 python scripts/bench_init.py … --time-only      # no training: on the machine that will serve; the same --out
 
 Answers are folders of `draftsmith generate`. Sizes are given as numbers of layers at the target's full width; for each,
-"width" keeps all layers and "both" about √(layers x the target's layers) of them, as wide as the same number of parameters
-allows. Channels are chosen on the training answers. A line of results.jsonl per run as it ends; lines that exist are not
-run again, so a stopped bench goes on. table.md: τ by replay, the draft step c, and the speed S = τ / (v + K·c + o) at the
-best K, with v and o as given: measure them for your engine and batch size.
+"width" keeps all layers and "both" about √(layers x the target's layers) of them, in the width that the same number of
+parameters allows: hidden, heads and FFN shrink, the FFN in steps of 64. Channels are chosen on the training answers. A
+line of results.jsonl per run as it ends; lines that exist are not run again, so a stopped bench goes on. table.md: τ by
+replay, the draft step c, and the speed S = τ / (v + K·c + o) at the best K, with v and o as given: measure them for your
+engine and batch size.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import shutil
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -47,15 +50,13 @@ def shapes_of(target: ModelSource, sizes: Sequence[int]) -> list[dict[str, Any]]
     """{"name", "family", "size", "layers", "width", "parameters"} of each shape; those that no width reaches are left out."""
     config = read_json(target.path / "config.json")
     of, old = int(config["num_hidden_layers"]), shape_of(config)
-    narrower = [shape for shape in shapes_below(old, config["architectures"][0]) if shape != old]
     found = []
     for size in sizes:
         most = plan_init(target, spaced(size, of))["parameters"]
         shapes: dict[str, tuple[list[int], Shape | None]] = {"depth": (spaced(size, of), None)}
         for family, count in (("width", of), ("both", round((size * of) ** 0.5))):
             layers = spaced(count, of)
-            fits = (s for s in narrower if plan_init(target, layers, None, Width(s))["parameters"] <= most)
-            if (shape := next(fits, None)) is not None:
+            if (shape := filling(target, layers, old, config["architectures"][0], most)) is not None:
                 shapes[family] = (layers, shape)
         for family, (layers, shape) in shapes.items():
             if any((layers, shape) == (f["layers"], f["width"]) for f in found):
@@ -64,6 +65,32 @@ def shapes_of(target: ModelSource, sizes: Sequence[int]) -> list[dict[str, Any]]
             named = {"name": f"{family}-{size}", "family": family, "size": size}
             found.append(named | {"layers": layers, "width": shape, "parameters": parameters})
     return found
+
+
+def filling(target: ModelSource, layers: list[int], old: Shape, architecture: str, most: int) -> Shape | None:
+    """The width at which these layers take nearly `most` parameters; None where the narrowest takes more.
+
+    Of each hidden size the widest FFN that fits (multiples of 64, NF4's block); of these the one nearest to the target's
+    proportion of FFN to hidden. A hidden size that cannot take that many parameters with the target's whole FFN comes
+    last: it would not be of this size.
+    """
+    steps = range(64, old.ffn + 1, 64)
+
+    def parameters(shape: Shape) -> int:
+        return int(plan_init(target, layers, None, Width(shape))["parameters"])
+
+    def proportion(shape: Shape) -> float:
+        return abs(math.log((shape.ffn / shape.hidden) / (old.ffn / old.hidden)))
+
+    found = []
+    for shape in shapes_below(old, architecture):
+        count = bisect_right(steps, most, key=lambda ffn, shape=shape: parameters(replace(shape, ffn=ffn)))
+        if count:
+            widest = replace(shape, ffn=steps[count - 1])
+            found.append(
+                (count == len(steps), proportion(widest) if count < len(steps) else -parameters(widest), widest)
+            )
+    return min(found, key=lambda option: option[:2])[2] if found else None
 
 
 def read_rows(folder: Path, target: ModelSource) -> Rows:
@@ -157,7 +184,7 @@ def table(rows: Sequence[Mapping[str, Any]], v: float, o: float) -> str:
         trained, timed = ([r for r in mine if r["kind"] == kind] for kind in ("train", "time"))
         width = mine[0]["width"]
         cells = [name, f"{mine[0]['parameters'] / 1e6:.1f}M", str(len(mine[0]["layers"]))]
-        cells += [str(width["hidden"]) if width else "the target's"]
+        cells += [f"{width['hidden']} / {width['ffn']}" if width else "the target's"]
         before, after = ([r[when]["tau"][str(SHOWN_K)] for r in trained] for when in ("before", "after"))
         cells += [_span(before), _span(after), _span([r["after"]["top1"] for r in trained], 3)]
         c = timed[0]["share"] if timed else None
@@ -168,7 +195,8 @@ def table(rows: Sequence[Mapping[str, Any]], v: float, o: float) -> str:
             speed = mean(s for _, s in found)
             cells += ["/".join(str(K) for K in sorted({K for K, _ in found})), _span([s for _, s in found])]
         lines.append((speed, "| " + " | ".join(cells + [""] * (10 - len(cells))) + " |"))
-    head = f"| shape | parameters | layers | hidden | τ before, K={SHOWN_K} | τ after | top-1 after | draft step c | best K | S |"
+    head = f"| shape | parameters | layers | hidden / FFN | τ before, K={SHOWN_K} | τ after | top-1 after "
+    head += "| draft step c | best K | S |"
     body = [line for _, line in sorted(lines, key=lambda pair: -pair[0])]
     about = f"S = τ / (v + K·c + o), v = {v:g}, o = {o:g}; means over seeds (smallest to largest)."
     return "\n".join([about, "", head, "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|", *body, ""])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pairing.decode_time import StepTime
 from pairing.files import read_jsonl
+from pairing.init import Width, plan_init
 from pairing.source import resolve
 from scripts import bench_init
 from tests import architectures, tiny
@@ -32,6 +35,20 @@ def test_families_of_equal_size(target: Path) -> None:
         assert max(size[f"width-{n}"], size[f"both-{n}"]) <= size[f"depth-{n}"]
     assert [len(s["layers"]) for s in shapes] == [2, 8, 4, 4, 8, 6]
     assert [s["width"] is None for s in shapes] == [True, False, False] * 2
+
+
+def test_each_size_has_its_own_width_near_its_parameters(tmp_path: Path) -> None:
+    """SmolLM2-135M's layers: its 9 heads divide few hidden sizes, so that the FFN must make the difference."""
+    shape = architectures.shape(layers=12, heads=9, kv_heads=3, head_dim=64, hidden=576) | {"intermediate_size": 1536}
+    LlamaForCausalLM(LlamaConfig(**shape)).bfloat16().save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    source = resolve(str(tmp_path))
+    shapes = bench_init.shapes_of(source, [2, 3, 5])
+    assert len({(len(s["layers"]), s["width"]) for s in shapes}) == 9
+    most = {s["size"]: s["parameters"] for s in shapes if s["family"] == "depth"}
+    for s in (s for s in shapes if s["width"]):
+        wider = Width(replace(s["width"], ffn=s["width"].ffn + 64))
+        assert s["parameters"] <= most[s["size"]] < plan_init(source, s["layers"], None, wider)["parameters"]
 
 
 def test_a_bench_in_two_parts_that_goes_on(
