@@ -8,8 +8,8 @@ Answers are folders of `draftsmith generate`. Sizes are given as numbers of laye
 "width" keeps all layers and "both" about √(layers x the target's layers) of them, in the width that the same number of
 parameters allows: hidden, heads and FFN shrink, the FFN in steps of 64. Channels are chosen on the training answers. A
 line of results.jsonl per run as it ends; lines that exist are not run again, so a stopped bench goes on. table.md: τ by
-replay, the draft step c, and the speed S = τ / (v + K·c + o) at the best K, with v and o as given: measure them for your
-engine and batch size.
+replay, the draft step c, and the speed S = τ / (v + K·c + o) at the best K. v, a verify step in target steps, is measured
+at K = 4 in the same engine unless it is given; o, the rest of a round, is given: measure it for your server.
 """
 
 from __future__ import annotations
@@ -151,9 +151,15 @@ def train_all(args: argparse.Namespace, target: ModelSource, shapes: Sequence[Ma
 
 
 def time_all(args: argparse.Namespace, target: ModelSource, shapes: Sequence[Mapping[str, Any]], timer: Timer) -> None:
-    done = {r["name"] for r in read_jsonl(args.out / "results.jsonl") if r["kind"] == "time"}
+    rows = read_jsonl(args.out / "results.jsonl")
+    done = {r["name"] for r in rows if r["kind"] == "time"}
     todo = [shape for shape in shapes if shape["name"] not in done]
     whole = read_json(target.path / "config.json")
+    if not any(r["kind"] == "verify" for r in rows):
+        own, verify = timer([whole], verify=SHOWN_K)
+        row = {"kind": "verify", "K": SHOWN_K, "engine": engine_name(), "target_ms": list(own.ms)}
+        append_jsonl(args.out / "results.jsonl", row | {"ms": list(verify.ms), "share": list(verify.share)})
+        print(f"verifying {SHOWN_K} + 1 tokens: {verify.share[0]:.2f} of the target's step", flush=True)
     for start in range(0, len(todo), TOGETHER):
         group = todo[start : start + TOGETHER]
         widths = [Width(shape["width"]) if shape["width"] else None for shape in group]
@@ -176,11 +182,15 @@ def best_speed(tau: Mapping[str, float | None], c: float, v: float, o: float) ->
     return best, speeds[best]
 
 
-def table(rows: Sequence[Mapping[str, Any]], v: float, o: float) -> str:
-    """Markdown, the fastest shape first; a column is empty where its part has not run yet."""
+def table(rows: Sequence[Mapping[str, Any]], v: float | None, o: float) -> str:
+    """Markdown, the fastest shape first; a column is empty where its part has not run yet. v None: what was measured."""
     lines = []
-    for name in dict.fromkeys(r["name"] for r in rows):
-        mine = [r for r in rows if r["name"] == name]
+    measured = next((r["share"] for r in rows if r["kind"] == "verify"), None)
+    known = f"{v:g}" if v is not None else "not measured yet"
+    if v is None and measured:
+        v, known = measured[0], f"{measured[0]:.2f} ({measured[1]:.2f} to {measured[2]:.2f}) measured at K = {SHOWN_K}"
+    for name in dict.fromkeys(r["name"] for r in rows if r["kind"] != "verify"):
+        mine = [r for r in rows if r.get("name") == name]
         trained, timed = ([r for r in mine if r["kind"] == kind] for kind in ("train", "time"))
         width = mine[0]["width"]
         cells = [name, f"{mine[0]['parameters'] / 1e6:.1f}M", str(len(mine[0]["layers"]))]
@@ -190,7 +200,7 @@ def table(rows: Sequence[Mapping[str, Any]], v: float, o: float) -> str:
         c = timed[0]["share"] if timed else None
         cells += [f"{c[0]:.3f} ({c[1]:.3f} to {c[2]:.3f})" if c else ""]
         speed = 0.0
-        if trained and c:
+        if trained and c and v is not None:
             found = [best_speed(r["after"]["tau"], c[0], v, o) for r in trained]
             speed = mean(s for _, s in found)
             cells += ["/".join(str(K) for K in sorted({K for K, _ in found})), _span([s for _, s in found])]
@@ -198,7 +208,7 @@ def table(rows: Sequence[Mapping[str, Any]], v: float, o: float) -> str:
     head = f"| shape | parameters | layers | hidden / FFN | τ before, K={SHOWN_K} | τ after | top-1 after "
     head += "| draft step c | best K | S |"
     body = [line for _, line in sorted(lines, key=lambda pair: -pair[0])]
-    about = f"S = τ / (v + K·c + o), v = {v:g}, o = {o:g}; means over seeds (smallest to largest)."
+    about = f"S = τ / (v + K·c + o), v = {known}, o = {o:g}; means over seeds (smallest to largest)."
     return "\n".join([about, "", head, "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|", *body, ""])
 
 
@@ -222,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--trainable", choices=["all", "layers"], default="all", help="layers: embedding and head stay")
     parser.add_argument("--texts", type=int, default=64, help="training answers that channels are chosen on")
-    parser.add_argument("--verify", type=float, default=1.3, help="v: a verify step in target steps")
+    parser.add_argument("--verify", type=float, help="v: a verify step in target steps, in place of the measured one")
     parser.add_argument("--overhead", type=float, default=0.0, help="o: the rest of a round in target steps")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--train-only", action="store_true")

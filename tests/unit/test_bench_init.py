@@ -74,17 +74,20 @@ def test_a_bench_in_two_parts_that_goes_on(
     assert rows[:3] == first
     assert [(r["name"], r["seed"]) for r in rows[3:]] == [("depth-2", 1), ("width-2", 1), ("both-2", 1)]
 
-    def timer(configs: Sequence[Mapping[str, Any]]) -> list[StepTime]:
+    def timer(configs: Sequence[Mapping[str, Any]], verify: int = 0) -> list[StepTime]:
         times = [float(config["num_hidden_layers"]) for config in configs]
+        times += [1.5 * times[0]] if verify else []
         return [StepTime((t, t, t), (t / times[0],) * 3) for t in times]
 
     args = bench_init.argparse.Namespace(out=out)
     shapes = bench_init.shapes_of(resolve(str(target)), [2])
     bench_init.time_all(args, resolve(str(target)), shapes, timer)
-    bench_init.time_all(args, resolve(str(target)), shapes, lambda _: pytest.fail("timed again"))
+    bench_init.time_all(args, resolve(str(target)), shapes, lambda *_, **__: pytest.fail("timed again"))
     timed = [r for r in read_jsonl(out / "results.jsonl") if r["kind"] == "time"]
     assert [(r["name"], r["share"][0]) for r in timed] == [("depth-2", 0.25), ("width-2", 1.0), ("both-2", 0.5)]
-    text = bench_init.table(read_jsonl(out / "results.jsonl"), 1.3, 0.0)
+    text = bench_init.table(read_jsonl(out / "results.jsonl"), None, 0.0)
+    assert "v = 1.50 (1.50 to 1.50) measured at K = 4, o = 0;" in text
+    assert "v = 1.3, o = 0;" in bench_init.table(read_jsonl(out / "results.jsonl"), 1.3, 0.0)
     assert text.count("\n| ") == 4
     assert "| depth-2 |" in text
 
