@@ -49,10 +49,9 @@ class Head:
 
 
 def positions_at_once(columns: int, device: torch.device) -> int:
-    """Positions whose logits, `columns` wide, fill a buffer of 36 MiB on a CPU: glibc gives what is larger than 32 MiB back as
-    soon as it is freed, and keeps smaller ones, which doubled a step's peak. 256 MiB elsewhere, where many small kernels are
-    what costs (docs/notebook.md)."""
-    return max(1, (36 if device.type == "cpu" else 256) * 2**20 // (4 * columns))
+    """Positions whose logits, `columns` wide, fill 16 MiB on a CPU; 256 MiB elsewhere, where many small kernels are what costs
+    (docs/notebook.md)."""
+    return max(1, (16 if device.type == "cpu" else 256) * 2**20 // (4 * columns))
 
 
 @dataclass(frozen=True)

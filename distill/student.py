@@ -69,7 +69,7 @@ def require_plain_head(model: Any, batch: Batch, role: str = "draft") -> None:
     The first is so for models that cap, scale or shift their logits, and would train them on a wrong distribution.
     """
     rows = torch.arange(len(batch.input_BL), device=batch.input_BL.device)
-    ids_BL = batch.input_BL[:, :64]  # the model's own logits are a whole [B, L, V]
+    ids_BL = batch.input_BL[:, :64]
     last = ids_BL.shape[1] - 1
     # a 16-bit model rounds otherwise with a prefix that is shared (5 % off after 24 layers), so it runs as in its own forward
     wide = model.dtype == torch.float32
@@ -77,7 +77,7 @@ def require_plain_head(model: Any, batch: Batch, role: str = "draft") -> None:
     start = replace(batch, input_BL=ids_BL, shared=shared, row_N=rows, column_N=torch.full_like(rows, last))
     with torch.no_grad():
         ours_BV = supervised_hidden(model, start) @ model.get_output_embeddings().weight.T
-        model_BV = model(input_ids=ids_BL).logits[:, last]
+        model_BV = model(input_ids=ids_BL, logits_to_keep=1).logits[:, -1]
     bad_B = ~torch.isfinite(model_BV).all(-1)
     if bool(bad_B.any()):
         raise InputError(
