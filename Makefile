@@ -24,12 +24,12 @@ ONE_LINE := Turn the order into one line of JSON with the keys name, city, item,
 
 # Stopped anywhere, it goes on there: answers, drafter and every finished run are kept in $(BENCH). Delete it to measure anew.
 bench: setup
-	@echo "bench, about an hour and a half on 2 cores; leave the machine alone meanwhile. In turn:"
+	@echo "bench, about two hours on 2 cores; leave the machine alone meanwhile. In turn:"
 	@echo "  data       SmolLM2-135M answers orders; a 5-layer drafter is cut from it             5 min"
 	@echo "  check      draftsmith check on 150,000 tokens                                        1 min"
 	@echo "  distill    our loop, a plain loop and TRL's GKD trainer; also with 151,936 rows     40 min"
 	@echo "  init       drafters of other depths and widths, trained alike and timed             20 min"
-	@echo "  objectives losses, cache sizes and the online target, 3 seeds                       30 min"
+	@echo "  objectives losses, cache sizes and the online target, 3 seeds; then each is served  50 min"
 	@echo "Results: $(BENCH)/*.jsonl and $(BENCH)/init, a line a run; tables beside them, *.md"
 	@$(PY) -c "import trl" 2>/dev/null || $(PY) -m pip install -q -c constraints.txt -e '.[bench]'
 	@.venv/bin/draftsmith generate target=HuggingFaceTB/SmolLM2-135M-Instruct out=$(BENCH)/answers \
@@ -48,5 +48,6 @@ bench: setup
 	@$(PY) -m scripts.bench_init --target HuggingFaceTB/SmolLM2-135M-Instruct --train $(BENCH)/answers/train \
 	  --heldout $(BENCH)/answers/heldout --steps 30 --out $(BENCH)/init
 	@$(PY) -m scripts.bench_objectives $(PAIR) --train $(BENCH)/answers/train --heldout $(BENCH)/answers/heldout \
-	  --steps 30 --jobs 2 --out $(BENCH)/objectives.jsonl >$(BENCH)/objectives.md
+	  --steps 30 --jobs 2 --keep $(BENCH)/kept --out $(BENCH)/objectives.jsonl >$(BENCH)/objectives.md
+	@$(PY) -m scripts.bench_served --results $(BENCH)/objectives.jsonl --out $(BENCH)/served >>$(BENCH)/objectives.md
 	@cat $(BENCH)/distill.md $(BENCH)/init/table.md $(BENCH)/objectives.md

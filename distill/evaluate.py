@@ -48,7 +48,7 @@ def score_prompts(
     rows: Rows,
     *,
     batch_size: int,
-    chunk: int,
+    chunk: int | None = None,
     block: int = Head.block,
     most: int | None = None,
 ) -> list[PromptScore]:

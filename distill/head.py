@@ -3,7 +3,7 @@
 Shapes: N supervised positions, C of them in a chunk, H hidden, V vocabulary rows, B of them in a block, K ids of the target's
 head, M draws from outside it, X outcomes that the loss sees.
 
-Positions go in chunks of `chunk`; where the vocabulary is wider than `block`, a chunk's logits are made block by block, and made
+Positions go in chunks; where the vocabulary is wider than `block`, a chunk's logits are made block by block, and made
 again for each pass over them, so that memory is C · B whatever N and V are. With g the loss's derivative by log q of what it
 sees and G = Σ g, the derivative by logit v is g_v − q_v G. From the cache the loss sees only the head's ids, the draws, the
 answer and the tail as one bucket: then g_v is 0 but there, and the bucket's part is 1[v in tail] g_tail q_v / q_tail.
@@ -36,12 +36,22 @@ class Head:
     """How the head is applied. Its rows from `real` on are padding and get no probability (fault D1)."""
 
     real: int
-    chunk: int  # positions at a time
+    chunk: int | None = None  # positions at a time; None: as many as `positions_at_once` says
     block: int = 1 << 19  # vocabulary rows at a time
     losses: Mapping[str, Loss] = field(default_factory=lambda: {name: LOSSES[name] for name in REPORTED})
 
     def blocks(self) -> list[slice]:
         return [slice(i, min(i + self.block, self.real)) for i in range(0, self.real, self.block)]
+
+    def chunks(self, hidden_NH: torch.Tensor) -> list[slice]:
+        size = self.chunk or positions_at_once(min(self.real, self.block), hidden_NH.device)
+        return [slice(i, i + size) for i in range(0, len(hidden_NH), size)]
+
+
+def positions_at_once(columns: int, device: torch.device) -> int:
+    """Positions whose logits, `columns` wide, fill 16 MiB on a CPU; 256 MiB elsewhere, where many small kernels are what costs
+    (docs/notebook.md)."""
+    return max(1, (16 if device.type == "cpu" else 256) * 2**20 // (4 * columns))
 
 
 @dataclass(frozen=True)
@@ -84,10 +94,7 @@ def head_scores(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, signal: AnySig
     """The scores alone, without gradient."""
     with torch.no_grad():
         W_VH = weight_VH.float()
-        parts = [
-            _view(hidden_NH[i : i + head.chunk].float(), W_VH, signal[i : i + head.chunk], head).scores
-            for i in range(0, len(hidden_NH), head.chunk)
-        ]
+        parts = [_view(hidden_NH[some].float(), W_VH, signal[some], head).scores for some in head.chunks(hidden_NH)]
     return _join(parts, hidden_NH, head)
 
 
@@ -109,20 +116,26 @@ class _HeadLoss(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden_NH, dtype=torch.float32)
         grad_weight = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
         parts: list[Scores] = []
-        total = torch.zeros((), dtype=torch.float32, device=hidden_NH.device)
-        for i in range(0, len(hidden_NH), head.chunk):
-            hidden_CH = hidden_NH[i : i + head.chunk].float()
-            view = _view(hidden_CH, weight_VH, signal[i : i + head.chunk], head)
+
+        def chunk(some: slice) -> torch.Tensor:
+            """Its loss. In a function of its own, so that its buffers are gone before the next chunk makes others."""
+            hidden_CH = hidden_NH[some].float()
+            view = _view(hidden_CH, weight_VH, signal[some], head)
             parts.append(view.scores)
             factor_C = torch.ones_like(view.scores.alpha_N)
             if weigh is not None:
                 accepted_N, alpha_N = (torch.cat([getattr(s, n) for s in parts]) for n in ("accepted_N", "alpha_N"))
-                factor_C = weigh(accepted_N, alpha_N, i)
-            total += sum((w * (factor_C * view.scores.losses[name]).sum() for name, w in weights.items()), start=0.0)
+                factor_C = weigh(accepted_N, alpha_N, some.start)
             for rows, grad_CB in view.gradient(weights, factor_C):
-                grad_hidden[i : i + head.chunk].addmm_(grad_CB, weight_VH[rows])
+                grad_hidden[some].addmm_(grad_CB, weight_VH[rows])
                 if grad_weight is not None:
                     grad_weight[rows].addmm_(grad_CB.T, hidden_CH)
+            losses = (w * (factor_C * view.scores.losses[name]).sum() for name, w in weights.items())
+            return sum(losses, start=torch.zeros((), device=hidden_NH.device))
+
+        total = torch.zeros((), dtype=torch.float32, device=hidden_NH.device)
+        for some in head.chunks(hidden_NH):
+            total += chunk(some)
         scores.append(_join(parts, hidden_NH, head))
         ctx.save_for_backward(grad_hidden.to(hidden_NH.dtype), grad_weight)
         ctx.weight_dtype = dtype

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from typing import Any
 
 import torch
@@ -31,3 +33,13 @@ def decoder_autocast(device: torch.device, bf16: bool) -> torch.autocast:
     Ours and not `accelerator.autocast()`, which does nothing under DeepSpeed, whose bf16 would turn the weights to 16 bits.
     """
     return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+
+
+def give_back_memory() -> None:
+    """Makes glibc return every freed buffer of 4 MiB or more at once; elsewhere does nothing.
+
+    Left alone it raises that bound to 32 MiB as it sees buffers freed, keeps what is smaller in its heap, and finds the holes
+    there too small for the next chunk: a third of a step's peak (mallopt(3), M_MMAP_THRESHOLD; docs/notebook.md).
+    """
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(-3, 4 * 2**20)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from distill.batches import Rows
+from distill.head import positions_at_once
 from distill.settings import Settings, steps_of
 from distill.student import freeze
 from pairing.weights import parameters, read_headers
@@ -40,6 +41,8 @@ def plan_run(
     head_passes = 4 if settings.trainable == "layers" else 6
     products = (6 * body + 2 * sum(frozen.values())) * tokens + head_passes * head.numel() * supervised
     weights = 4 * sum(p.numel() for p in model.parameters()) + sum(n * beside[f] for f, n in frozen.items())
+    columns = min(head.shape[0], settings.block)
+    chunk = settings.chunk or positions_at_once(columns, device)
     return {
         "prompts": len(rows),
         "tokens": tokens,
@@ -53,7 +56,7 @@ def plan_run(
         "trainable_parameters": params,
         "checkpoint_bytes": 12 * params,
         "drafter_bytes": sum(f.stat().st_size for f in draft.glob("*.safetensors")),
-        "memory_bytes": weights + 12 * params + 8 * settings.chunk * min(head.shape[0], settings.block),
+        "memory_bytes": weights + 12 * params + 8 * chunk * columns,
     }
 
 

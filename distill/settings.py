@@ -30,7 +30,7 @@ class Settings:
     clip: float
     trainable: Trainable
     losses: Mapping[str, Weight]
-    chunk: int  # positions whose logits exist at one time
+    chunk: int | None  # positions whose logits exist at one time; None: `head.positions_at_once`
     epochs: float | None
     max_steps: int | None
     minutes: float | None

@@ -5,6 +5,7 @@ Shapes: B rows, L columns, N supervised positions, H hidden, V vocabulary rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -42,8 +43,23 @@ def supervised_hidden(model: Any, batch: Batch) -> torch.Tensor:
         for layer in cache.layers:
             layer.keys = layer.keys.expand(len(batch.input_BL), -1, -1, -1)
             layer.values = layer.values.expand(len(batch.input_BL), -1, -1, -1)
+            layer.update = _kept_as_it_is(layer)
     out = decoder(input_ids=batch.input_BL[:, shared:], past_key_values=cache, use_cache=cache is not None)
+    for layer in cache.layers if cache is not None else ():
+        del layer.update  # it refers to its layer: a circle would keep both until the next collection
     return out.last_hidden_state[batch.row_N, batch.column_N - shared]
+
+
+def _kept_as_it_is(layer: Any) -> Callable[..., Any]:
+    """`layer.update` without the new tokens staying: nobody reads them again, and over all layers they are megabytes a row."""
+    update, keys, values = layer.update, layer.keys, layer.values
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        both = update(*args, **kwargs)
+        layer.keys, layer.values = keys, values
+        return both
+
+    return once
 
 
 def require_plain_head(model: Any, batch: Batch, role: str = "draft") -> None:
@@ -53,7 +69,7 @@ def require_plain_head(model: Any, batch: Batch, role: str = "draft") -> None:
     The first is so for models that cap, scale or shift their logits, and would train them on a wrong distribution.
     """
     rows = torch.arange(len(batch.input_BL), device=batch.input_BL.device)
-    ids_BL = batch.input_BL[:, :64]  # the model's own logits are a whole [B, L, V]
+    ids_BL = batch.input_BL[:, :64]
     last = ids_BL.shape[1] - 1
     # a 16-bit model rounds otherwise with a prefix that is shared (5 % off after 24 layers), so it runs as in its own forward
     wide = model.dtype == torch.float32
@@ -61,7 +77,7 @@ def require_plain_head(model: Any, batch: Batch, role: str = "draft") -> None:
     start = replace(batch, input_BL=ids_BL, shared=shared, row_N=rows, column_N=torch.full_like(rows, last))
     with torch.no_grad():
         ours_BV = supervised_hidden(model, start) @ model.get_output_embeddings().weight.T
-        model_BV = model(input_ids=ids_BL).logits[:, last]
+        model_BV = model(input_ids=ids_BL, logits_to_keep=1).logits[:, -1]
     bad_B = ~torch.isfinite(model_BV).all(-1)
     if bool(bad_B.any()):
         raise InputError(

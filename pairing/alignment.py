@@ -21,12 +21,12 @@ from pairing.serving import compare_context, context, engine_findings, overridde
 from pairing.side import read_side
 from pairing.source import ModelSource
 
-__all__ = ["check_pair", "needs", "read_side", "summary", "tokens_by_id"]
+__all__ = ["check_pair", "needs", "read_side", "summary", "tokens_by_id", "without_gc"]
 
 
 @contextmanager
-def _without_gc() -> Iterator[None]:
-    """The vocabularies are a million small objects that live to the end; the collector walks them again and again."""
+def without_gc() -> Iterator[None]:
+    """Modules and vocabularies are a million small objects that live to the end; the collector walks them again and again."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -36,7 +36,7 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-@_without_gc()
+@without_gc()
 def check_pair(
     target: ModelSource,
     drafter: ModelSource,
@@ -61,7 +61,7 @@ def check_pair(
     same = not any(f.level == "blocks" for f in token_findings)
     findings = [
         *token_findings,
-        *compare_rows(t, d, max(t_tokens), max(*t_tokens, *d_tokens), same),
+        *compare_rows(t, d, max(t_tokens), max(max(t_tokens), max(d_tokens)), same),
         *head_findings(t, "target"),
         *head_findings(d, "drafter"),
         *compare_special_ids(t, d),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import psutil
-import torch
 
 from pairing.engine import Engine
 from pairing.finding import Finding
@@ -17,9 +16,12 @@ SERVED = {"float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
 
 
 def device_memory(backend: str) -> Memory:
-    if backend == "cuda" and torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        return Memory(total, free)
+    if backend == "cuda":
+        import torch
+
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            return Memory(total, free)
     machine = psutil.virtual_memory()
     return Memory(machine.total, machine.available)
 

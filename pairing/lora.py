@@ -14,16 +14,17 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from pairing.errors import InputError
 from pairing.files import read_json, write_json
 from pairing.progress import bar
 from pairing.weights import EMBEDDINGS, HEADS, TensorInfo, read_header, read_headers, weight_files
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -125,6 +126,8 @@ def merge_adapter(folder: Path, name: str, base: Path, goal: Path) -> dict[str, 
     `base` is the base's folder. Raises InputError as `read_adapter` does, and where the base is quantized, lacks a
     tensor that the adapter changes, or has other shapes.
     """
+    from safetensors.torch import load_file, save_file
+
     adapter, config = read_adapter(folder, name), read_json(base / "config.json")
     if config.get("model_type") in CONV1D:
         adapter = replace(adapter, transposed=True)
@@ -163,7 +166,7 @@ def merge_adapter(folder: Path, name: str, base: Path, goal: Path) -> dict[str, 
                 f"{name}: its embedding has {len(ends[first])} rows and its head {len(ends[last])}: save the adapter "
                 "with both (`save_embedding_layers=True`)"
             )
-        tied = tied and torch.equal(ends[first], ends[last])
+        tied = tied and ends[first].equal(ends[last])
         config["tie_word_embeddings"] = tied
         text = config if "vocab_size" in config else config.get("text_config", config)
         text["vocab_size"] = len(ends[first])

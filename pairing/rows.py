@@ -17,11 +17,12 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from pairing.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 ROLES = ("eos", "bos", "unk", "pad", "sep", "cls", "mask")  # pad last: where pad = eos, the token is the eos
 SPACE = "▁"  # how SentencePiece writes a space

@@ -15,14 +15,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
 
 from pairing.errors import InputError
 from pairing.files import digest_file, digest_json, new_folder, read_json, write_json, write_text
 from pairing.lora import CONFIG, WEIGHTS, is_adapter, merge_adapter, read_adapter
+
+if TYPE_CHECKING:
+    import torch
 
 # Where no hub is reached, these hub ids are taken from a Python package that carries the weights.
 PACKAGED = {
@@ -239,7 +241,7 @@ def _dequantize(gguf: Path, folder: Path) -> None:
             gguf.parent,
             gguf_file=gguf.name,
             quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.float32,
+            dtype="float32",
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     except Exception as e:
@@ -258,7 +260,7 @@ def quiet_off_terminal() -> None:
         logging.disable_progress_bar()
 
 
-def load_model(folder: Path, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
+def load_model(folder: Path, dtype: torch.dtype | str = "float32", **kwargs: Any) -> Any:
     """The causal LM in `folder`, from safetensors only, without remote code."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
@@ -307,7 +309,7 @@ def require_causal(config: dict[str, Any], name: str) -> None:
 
     A type that transformers does not know is left to those who run it.
     """
-    from transformers.models.auto import modeling_auto as auto
+    import transformers.models.auto.modeling_auto as auto  # by `from`, transformers asks for torch first
 
     known = [
         *(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()),

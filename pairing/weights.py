@@ -9,13 +9,15 @@ import struct
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from pairing.errors import InputError
 from pairing.files import read_json, write_json
+
+if TYPE_CHECKING:
+    import torch
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 HEADS = ("lm_head.weight", "embed_out.weight")
@@ -117,6 +119,8 @@ def vocabulary_tensors(tensors: dict[str, TensorInfo], name: str) -> dict[str, T
 
 def rewrite(source: Path, goal: Path, names: Collection[str], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Writes the weight files of `source` to `goal` under the same names, the tensors `names` as `change` makes them."""
+    from safetensors.torch import save_file
+
     for file in weight_files(source):
         with safe_open(file, framework="pt") as f:
             weights = {key: f.get_tensor(key) for key in f.offset_keys()}

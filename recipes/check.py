@@ -21,13 +21,14 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from pairing.alignment import check_pair, summary
+from pairing.alignment import check_pair, summary, without_gc
 from pairing.card import write_card
 from pairing.files import write_json
 from pairing.pair import read_pair, update_pair
 from pairing.preflight import preflight_report
 from pairing.serving_plan import Serving
 from pairing.source import resolve
+from pairing.without_torch import transformers_without_torch
 from recipes.config import Strict, guarded, parse
 
 COLOURS = {"blocks": "bold red", "repairable": "red", "warns": "yellow", "info": "dim"}
@@ -87,11 +88,13 @@ def serving(config: CheckConfig) -> Serving:
     )
 
 
+@without_gc()
 def run(config: CheckConfig) -> dict[str, Any]:
     """The report of `pairing.alignment.check_pair`, with "preflight", written where the config says so."""
     target, drafter = resolve(config.target), resolve(config.draft)
     if config.record:
         read_pair(drafter.path)  # refused before the work, not after it
+    transformers_without_torch(target.path, drafter.path)
     report = check_pair(
         target, drafter, hf_overrides=config.hf_overrides, tensor_parallel_size=config.tensor_parallel_size
     )

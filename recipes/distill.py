@@ -35,6 +35,7 @@ from distill.evaluate import compare, score_prompts, verdict
 from distill.guards import tracker
 from distill.inputs import open_inputs, require_reference
 from distill.objective import Weight, auto
+from distill.options import give_back_memory
 from distill.parallel import kind_of
 from distill.plan import plan_run
 from distill.save import stored_dtype, write_drafter
@@ -163,8 +164,8 @@ class DistillConfig(Strict):
     """share of steps whose answers the drafter writes; signal=online"""
     on_policy_temperature: float = Field(default=1.0, ge=0)
     """at which it writes them"""
-    chunk: int = Field(default=256, gt=0)
-    """positions whose logits exist at one time"""
+    chunk: int | None = Field(default=None, gt=0)
+    """positions whose logits exist at one time; null: 16 MiB of logits on a CPU, 256 MiB on a GPU"""
     block: int = Field(default=1 << 19, gt=0)
     """vocabulary rows whose logits exist at one time; fewer save memory and cost time"""
     gradient_checkpointing: bool = False
@@ -356,6 +357,7 @@ def _accelerator(config: DistillConfig) -> Accelerator:
             "tracker=wandb: wandb is not installed: `pip install 'draftsmith[track]'`, or leave tracker out"
         )
     cpu = not torch.cuda.is_available()
+    give_back_memory()
     accelerator = Accelerator(cpu=cpu, log_with=None if config.tracker == "none" else config.tracker)
     kind_of(accelerator)
     if accelerator.mixed_precision not in ("no", "bf16"):

@@ -185,7 +185,7 @@ def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[s
                 real=real,
                 context=model.config.max_position_embeddings,
             )
-            scores = score_prompts(accelerator, model, rows, batch_size=8, chunk=256)
+            scores = score_prompts(accelerator, model, rows, batch_size=8)
             accepted = {s.id: s.accepted[-1] for s in scores}  # of the answer that is asked for
             for group in {None, *(r.group for r in requests)}:
                 w = [accepted[r.id] for r in requests if group in (None, r.group) and r.id in accepted]

@@ -1,4 +1,4 @@
-"""How long `draftsmith check` takes on a large vocabulary; the goal is under 5 s for 150,000 tokens.
+"""How long `draftsmith check` takes on a large vocabulary; the goal is under 5 s for 150,000 tokens, whatever the pair.
 
 python scripts/bench_check.py [TOKENS]
 """
@@ -6,7 +6,6 @@ python scripts/bench_check.py [TOKENS]
 from __future__ import annotations
 
 import itertools
-import json
 import resource
 import string
 import subprocess
@@ -59,45 +58,50 @@ def folder(path: Path, tokens: int) -> Path:
     return path
 
 
-def once(words: list[str]) -> tuple[float, float, str]:
-    """Wall and processor seconds of a new Python process, and what it printed."""
+def once(words: list[str]) -> tuple[float, float]:
+    """Wall and processor seconds of a new Python process. `check` ends with 1 where a pair is not aligned."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, check=True, text=True)
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
+    if done.returncode not in (0, 1) or "Traceback" in done.stderr:
+        raise RuntimeError(done.stderr)
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main(tokens: int, times: int = 5) -> int:
-    """The whole command in a new process, and beside it, in turns, the imports that any use of a tokenizer needs.
+    """The whole command in a new process, and beside it, in turns, what only importing transformers' tokenizers takes.
 
     The goal is for the whole command, in processor seconds, which are the clock's on a machine that does nothing else.
     """
     with tempfile.TemporaryDirectory() as temp:
-        target, same, other = (folder(Path(temp) / name, tokens) for name in ("target", "same", "other"))
-        edited = other / "tokenizer_config.json"
+        names = ("target", "same", "files", "merges")
+        target, same, files, merges = (folder(Path(temp) / name, tokens) for name in names)
+        edited = files / "tokenizer_config.json"
         write_json(edited, read_json(edited) | {"model_max_length": 4096})  # the same tokens in files that differ
+        cut = read_json(merges / "tokenizer.json")
+        cut["model"]["merges"].pop()  # the same tokens, one of which no text is cut into
+        write_json(merges / "tokenizer.json", cut)
         check = ["-m", "recipes.check", str(target)]
-        cases = {
-            "imports alone": ["-c", "import recipes.check, transformers; transformers.AutoTokenizer; print('{}')"],
-            "equal tokenizer files": [*check, str(same), "preflight=skip", "--json"],
-            "other tokenizer files": [*check, str(other), "preflight=skip", "--json"],
+        imports = "import recipes.check, transformers; transformers.AutoTokenizer"
+        goals = {
+            "equal tokenizer files": [*check, str(same), "preflight=skip"],
+            "other tokenizer files": [*check, str(files), "preflight=skip"],
+            "other merges": [*check, str(merges), "preflight=skip"],
+            "other merges, as it comes (with pre-flight)": [*check, str(merges)],
         }
+        cases = goals | {"only imports, with torch": ["-c", imports]}
         taken: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
         for _ in range(times):
             for name, words in cases.items():
-                wall, cpu, text = once(words)
-                assert json.loads(text).get("aligned", True)
-                taken[name].append((wall, cpu))
+                taken[name].append(once(words))
     for name, runs in taken.items():
         walls, cpus = zip(*runs, strict=True)
         print(
             f"{tokens} tokens, {name}: {median(cpus):.2f} s of processor time ({min(cpus):.2f} to {max(cpus):.2f}), "
             f"{median(walls):.2f} s by the clock ({min(walls):.2f} to {max(walls):.2f}), {times} runs"
         )
-    imports, *checks = (median(cpu for _, cpu in runs) for runs in taken.values())
-    worst = max(checks)
-    said = "met" if worst < GOAL_S else "NOT met"
-    print(f"{worst:.2f} s, {worst - imports:.2f} of them beyond the imports; the goal of {GOAL_S:.0f} s is {said}")
+    worst = max(median(cpu for _, cpu in taken[name]) for name in goals)
+    print(f"the slowest takes {worst:.2f} s; the goal of {GOAL_S:.0f} s is {'met' if worst < GOAL_S else 'NOT met'}")
     return 0 if worst < GOAL_S else 1
 
 

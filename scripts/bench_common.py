@@ -37,7 +37,6 @@ from pairing.source import load_model, resolve
 from pairing.vllm_plugin import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
-CHUNK = 256
 K = 4  # num_speculative_tokens for which τ is given
 WARMUP, BETA2, CLIP = 0.04, 0.98, 1.0  # of every contender's optimizer and schedule
 WIDE = {"rows": 151_936, "hidden": 576, "layers": 2, "prompts": 96, "prompt_tokens": 32, "answer_tokens": 32}
@@ -83,7 +82,7 @@ def train(
     accelerator = accelerator or Accelerator()
     settings = Settings(
         seed=seed, batch_size=batch_size, accumulation=1, lr=lr, warmup=WARMUP, weight_decay=0.0, beta2=BETA2, clip=CLIP,
-        trainable=trainable, losses=losses, chunk=CHUNK, epochs=None, max_steps=steps, minutes=None,
+        trainable=trainable, losses=losses, chunk=None, epochs=None, max_steps=steps, minutes=None,
         eval_every=steps + 1, eval_prompts=1, checkpoint_every=steps + 1, keep=1, top_logprobs=top_logprobs,
     )  # fmt: skip
     device = accelerator.device
@@ -120,7 +119,7 @@ def sequences(batch: Batch) -> list[tuple[list[int], int]]:
 
 def scored(model: Any, rows: Rows, accelerator: Accelerator | None = None) -> list[Row]:
     """The held-out prompts as `distill` scores them, as plain rows."""
-    found = score_prompts(accelerator or Accelerator(), model, rows, batch_size=8, chunk=CHUNK)
+    found = score_prompts(accelerator or Accelerator(), model, rows, batch_size=8)
     return [vars(s) for s in found]
 
 

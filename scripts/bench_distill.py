@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 
 from distill.batches import Batch, Rows
+from distill.options import give_back_memory
 from distill.student import freeze
 from pairing.errors import InputError
 from pairing.source import load_model, load_tokenizer, resolve
@@ -159,6 +160,7 @@ Ends = list[float]  # seconds at the end of each step, from any start
 
 
 def ours(task: Row, draft: Any, target: Any, rows: Rows, steps: Sequence[Batch], params: Sequence[Any]) -> Ends:
+    give_back_memory()  # as the recipe does
     done = common.train(
         draft, rows, losses={"forward_kl": 1.0}, steps=len(steps), batch_size=task["batch_size"], lr=task["lr"], seed=0,
         trainable=task["trainable"], target=target, accelerator=Accelerator(cpu=True),

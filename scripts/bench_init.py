@@ -5,20 +5,23 @@ python scripts/bench_init.py … --train-only     # no engine: on a machine that
 python scripts/bench_init.py … --time-only      # no training: on the machine that will serve; the same --out
 
 Answers are folders of `draftsmith generate`. Sizes are given as numbers of layers at the target's full width; for each,
-"width" keeps all layers and "both" about √(layers x the target's layers) of them, as wide as the same number of parameters
-allows. Channels are chosen on the training answers. A line of results.jsonl per run as it ends; lines that exist are not
-run again, so a stopped bench goes on. table.md: τ by replay, the draft step c, and the speed S = τ / (v + K·c + o) at the
-best K, with v and o as given: measure them for your engine and batch size.
+"width" keeps all layers and "both" about √(layers x the target's layers) of them, in the width that the same number of
+parameters allows: hidden, heads and FFN shrink, the FFN in steps of 64. Channels are chosen on the training answers. A
+line of results.jsonl per run as it ends; lines that exist are not run again, so a stopped bench goes on. table.md: τ by
+replay, the draft step c, and the speed S = τ / (v + K·c + o) at the best K. v, a verify step in target steps, is measured
+at K = 4 in the same engine unless it is given; o, the rest of a round, is given: measure it for your server.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import shutil
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -47,15 +50,13 @@ def shapes_of(target: ModelSource, sizes: Sequence[int]) -> list[dict[str, Any]]
     """{"name", "family", "size", "layers", "width", "parameters"} of each shape; those that no width reaches are left out."""
     config = read_json(target.path / "config.json")
     of, old = int(config["num_hidden_layers"]), shape_of(config)
-    narrower = [shape for shape in shapes_below(old, config["architectures"][0]) if shape != old]
     found = []
     for size in sizes:
         most = plan_init(target, spaced(size, of))["parameters"]
         shapes: dict[str, tuple[list[int], Shape | None]] = {"depth": (spaced(size, of), None)}
         for family, count in (("width", of), ("both", round((size * of) ** 0.5))):
             layers = spaced(count, of)
-            fits = (s for s in narrower if plan_init(target, layers, None, Width(s))["parameters"] <= most)
-            if (shape := next(fits, None)) is not None:
+            if (shape := filling(target, layers, old, config["architectures"][0], most)) is not None:
                 shapes[family] = (layers, shape)
         for family, (layers, shape) in shapes.items():
             if any((layers, shape) == (f["layers"], f["width"]) for f in found):
@@ -64,6 +65,32 @@ def shapes_of(target: ModelSource, sizes: Sequence[int]) -> list[dict[str, Any]]
             named = {"name": f"{family}-{size}", "family": family, "size": size}
             found.append(named | {"layers": layers, "width": shape, "parameters": parameters})
     return found
+
+
+def filling(target: ModelSource, layers: list[int], old: Shape, architecture: str, most: int) -> Shape | None:
+    """The width at which these layers take nearly `most` parameters; None where the narrowest takes more.
+
+    Of each hidden size the widest FFN that fits (multiples of 64, NF4's block); of these the one nearest to the target's
+    proportion of FFN to hidden. A hidden size that cannot take that many parameters with the target's whole FFN comes
+    last: it would not be of this size.
+    """
+    steps = range(64, old.ffn + 1, 64)
+
+    def parameters(shape: Shape) -> int:
+        return int(plan_init(target, layers, None, Width(shape))["parameters"])
+
+    def proportion(shape: Shape) -> float:
+        return abs(math.log((shape.ffn / shape.hidden) / (old.ffn / old.hidden)))
+
+    found = []
+    for shape in shapes_below(old, architecture):
+        count = bisect_right(steps, most, key=lambda ffn, shape=shape: parameters(replace(shape, ffn=ffn)))
+        if count:
+            widest = replace(shape, ffn=steps[count - 1])
+            found.append(
+                (count == len(steps), proportion(widest) if count < len(steps) else -parameters(widest), widest)
+            )
+    return min(found, key=lambda option: option[:2])[2] if found else None
 
 
 def read_rows(folder: Path, target: ModelSource) -> Rows:
@@ -77,7 +104,7 @@ def read_rows(folder: Path, target: ModelSource) -> Rows:
 def settings_of(args: argparse.Namespace, seed: int) -> Settings:
     return Settings(
         seed=seed, batch_size=args.batch_size, accumulation=1, lr=args.lr, warmup=0.04, weight_decay=0.0, beta2=0.98,
-        clip=1.0, trainable=args.trainable, losses={"forward_kl": 1.0, "cross_entropy": 0.1}, chunk=256, epochs=None,
+        clip=1.0, trainable=args.trainable, losses={"forward_kl": 1.0, "cross_entropy": 0.1}, chunk=None, epochs=None,
         max_steps=args.steps, minutes=None, eval_every=10**9, eval_prompts=1, checkpoint_every=max(args.steps // 2, 1),
         keep=1,
     )  # fmt: skip
@@ -109,8 +136,7 @@ def train_all(args: argparse.Namespace, target: ModelSource, shapes: Sequence[Ma
         model = load_model(folder).to(accelerator.device)
 
         def score(model: Any = model) -> dict[str, Any]:
-            sizes = {"batch_size": args.batch_size, "chunk": 256}
-            return summary(score_prompts(accelerator, model, heldout, **sizes))
+            return summary(score_prompts(accelerator, model, heldout, batch_size=args.batch_size))
 
         before = score()
         run = args.out / "training" / f"{shape['name']}-{seed}"
@@ -125,9 +151,15 @@ def train_all(args: argparse.Namespace, target: ModelSource, shapes: Sequence[Ma
 
 
 def time_all(args: argparse.Namespace, target: ModelSource, shapes: Sequence[Mapping[str, Any]], timer: Timer) -> None:
-    done = {r["name"] for r in read_jsonl(args.out / "results.jsonl") if r["kind"] == "time"}
+    rows = read_jsonl(args.out / "results.jsonl")
+    done = {r["name"] for r in rows if r["kind"] == "time"}
     todo = [shape for shape in shapes if shape["name"] not in done]
     whole = read_json(target.path / "config.json")
+    if not any(r["kind"] == "verify" for r in rows):
+        own, verify = timer([whole], verify=SHOWN_K)
+        row = {"kind": "verify", "K": SHOWN_K, "engine": engine_name(), "target_ms": list(own.ms)}
+        append_jsonl(args.out / "results.jsonl", row | {"ms": list(verify.ms), "share": list(verify.share)})
+        print(f"verifying {SHOWN_K} + 1 tokens: {verify.share[0]:.2f} of the target's step", flush=True)
     for start in range(0, len(todo), TOGETHER):
         group = todo[start : start + TOGETHER]
         widths = [Width(shape["width"]) if shape["width"] else None for shape in group]
@@ -150,28 +182,33 @@ def best_speed(tau: Mapping[str, float | None], c: float, v: float, o: float) ->
     return best, speeds[best]
 
 
-def table(rows: Sequence[Mapping[str, Any]], v: float, o: float) -> str:
-    """Markdown, the fastest shape first; a column is empty where its part has not run yet."""
+def table(rows: Sequence[Mapping[str, Any]], v: float | None, o: float) -> str:
+    """Markdown, the fastest shape first; a column is empty where its part has not run yet. v None: what was measured."""
     lines = []
-    for name in dict.fromkeys(r["name"] for r in rows):
-        mine = [r for r in rows if r["name"] == name]
+    measured = next((r["share"] for r in rows if r["kind"] == "verify"), None)
+    known = f"{v:g}" if v is not None else "not measured yet"
+    if v is None and measured:
+        v, known = measured[0], f"{measured[0]:.2f} ({measured[1]:.2f} to {measured[2]:.2f}) measured at K = {SHOWN_K}"
+    for name in dict.fromkeys(r["name"] for r in rows if r["kind"] != "verify"):
+        mine = [r for r in rows if r.get("name") == name]
         trained, timed = ([r for r in mine if r["kind"] == kind] for kind in ("train", "time"))
         width = mine[0]["width"]
         cells = [name, f"{mine[0]['parameters'] / 1e6:.1f}M", str(len(mine[0]["layers"]))]
-        cells += [str(width["hidden"]) if width else "the target's"]
+        cells += [f"{width['hidden']} / {width['ffn']}" if width else "the target's"]
         before, after = ([r[when]["tau"][str(SHOWN_K)] for r in trained] for when in ("before", "after"))
         cells += [_span(before), _span(after), _span([r["after"]["top1"] for r in trained], 3)]
         c = timed[0]["share"] if timed else None
         cells += [f"{c[0]:.3f} ({c[1]:.3f} to {c[2]:.3f})" if c else ""]
         speed = 0.0
-        if trained and c:
+        if trained and c and v is not None:
             found = [best_speed(r["after"]["tau"], c[0], v, o) for r in trained]
             speed = mean(s for _, s in found)
             cells += ["/".join(str(K) for K in sorted({K for K, _ in found})), _span([s for _, s in found])]
         lines.append((speed, "| " + " | ".join(cells + [""] * (10 - len(cells))) + " |"))
-    head = f"| shape | parameters | layers | hidden | τ before, K={SHOWN_K} | τ after | top-1 after | draft step c | best K | S |"
+    head = f"| shape | parameters | layers | hidden / FFN | τ before, K={SHOWN_K} | τ after | top-1 after "
+    head += "| draft step c | best K | S |"
     body = [line for _, line in sorted(lines, key=lambda pair: -pair[0])]
-    about = f"S = τ / (v + K·c + o), v = {v:g}, o = {o:g}; means over seeds (smallest to largest)."
+    about = f"S = τ / (v + K·c + o), v = {known}, o = {o:g}; means over seeds (smallest to largest)."
     return "\n".join([about, "", head, "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|", *body, ""])
 
 
@@ -195,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--trainable", choices=["all", "layers"], default="all", help="layers: embedding and head stay")
     parser.add_argument("--texts", type=int, default=64, help="training answers that channels are chosen on")
-    parser.add_argument("--verify", type=float, default=1.3, help="v: a verify step in target steps")
+    parser.add_argument("--verify", type=float, help="v: a verify step in target steps, in place of the measured one")
     parser.add_argument("--overhead", type=float, default=0.0, help="o: the rest of a round in target steps")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--train-only", action="store_true")

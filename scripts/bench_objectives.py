@@ -6,11 +6,14 @@ python -m scripts.bench_objectives --draft runs/bench/draft --train runs/bench/a
 
 Each arm and seed is a process of its own: the same draft, rows, order, steps and rate; only the objective or the signal
 differs. Lines that --out holds already are not run again. Figures are of held-out prompts, on the target's own text: top-1
-agreement, α's bracket, and τ by replay (argmax drafting). Needs neither vLLM nor bitsandbytes nor a network.
+agreement, α's bracket, and τ by replay (argmax drafting). Needs neither vLLM nor bitsandbytes nor a network. With --keep the
+drafters stay, for scripts.bench_served.
 """
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +26,8 @@ from accelerate import Accelerator
 from distill.answers import open_answers
 from distill.objective import auto
 from pairing.errors import InputError
+from pairing.files import new_folder
+from pairing.init import copy_companions
 from pairing.source import load_model, resolve
 from scripts import bench_common as common
 from scripts.bench_common import Row, spec, table
@@ -51,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--smoke-folder", type=Path, default=Path("runs/bench/smoke"), help="where they are kept")
     made.add_argument("--arms", help=f"some of: {'; '.join(ARMS)}; separated by semicolons")
     made.add_argument("--seeds", type=int, default=3)
+    made.add_argument("--keep", type=Path, help="a folder for the trained drafters; without it none is kept")
     made.add_argument("--steps", type=int, default=60, help="optimizer steps of each run: the equal budget")
     made.add_argument("--jobs", type=int, default=1, help="runs at one time; a GPU takes many")
     made.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -85,7 +91,7 @@ def run(args: Any) -> list[Row]:
         "lr": args.lr,
         "trainable": args.trainable,
         "device": device,
-    }
+    } | ({"keep": str(args.keep)} if args.keep else {})
     specs = [
         spec(
             arm=arm,
@@ -122,6 +128,8 @@ def child(task: Row) -> Row:
         seed=task["seed"], trainable=task["trainable"], target=target, top_logprobs=task["cache"], accelerator=accelerator,
     )  # fmt: skip
     del target
+    if "keep" in task:
+        keep(draft, Path(task["draft"]), kept_at(task))
     scores = common.scored(draft, common.load_rows(Path(task["heldout"]), draft, "held-out"), accelerator)
     found = common.means(scores)
     return {
@@ -132,6 +140,19 @@ def child(task: Row) -> Row:
         "machine": common.machine(task["threads"]),
         "said": f"top-1 {found['top1']:.3f}, τ {found['tau']:.3f}, {done[-1]['seconds']:.0f} s",
     }
+
+
+def kept_at(task: Row) -> Path:
+    """Where a run's drafter is kept."""
+    return Path(task["keep"]) / re.sub(r"[^a-z0-9]+", "-", f"{task['arm']} {task['seed']}".lower())
+
+
+def keep(model: Any, draft: Path, folder: Path) -> None:
+    if folder.exists():  # of a run that was killed before its line was written
+        shutil.rmtree(folder)
+    with new_folder(folder) as temp:
+        model.save_pretrained(temp)
+        copy_companions(draft, temp)
 
 
 # ---- the report ----

@@ -50,6 +50,19 @@ def test_a_drafter_to_a_share_of_the_targets_step(
     assert f"of the target's {step['target_ms'][0]:.1f} ms" in recipe.draft_step_line(step)
 
 
+@pytest.mark.parametrize("vllm", [True, False])
+def test_a_verify_step(vllm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_core: None) -> None:
+    """65 tokens at once take a model of this size several times as long as one, scheduler and all."""
+    if not vllm:
+        monkeypatch.setattr(decode_time, "engine", lambda: None)
+    shape = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "head_dim": 64}
+    config = tiny.model(layers=8, positions=1024).config.to_dict() | shape
+    with open_timer(os.environ, tmp_path / "log") as timer:
+        (plain, verify) = timer([config], verify=64)
+    assert plain.share == (1, 1, 1)
+    assert verify.share[0] > 1.5
+
+
 def test_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_core: None) -> None:
     """In transformers, and labelled so; a config that does not run is one line and a log."""
     monkeypatch.setattr(decode_time, "engine", lambda: None)

@@ -14,6 +14,7 @@ from pairing.repair import repair
 from pairing.source import ModelSource, resolve
 from pairing.weights import read_headers
 from tests.unit.test_alignment import edit, found
+from tests.unit.test_without_torch import alone, here
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -39,6 +40,13 @@ def test_with_itself(target: ModelSource) -> None:
     assert not [f for f in report["findings"] if f["level"] in ("blocks", "repairable")]
     assert report["facts"]["target_rows"] == 49152
     assert all(need["runs"] for user, need in report["needs"].items() if user != "universal")
+
+
+def test_in_a_process_without_torch(target: ModelSource) -> None:
+    pairs = [(NAME, str(target.path))]
+    child, _ = alone(pairs)
+    assert not child["torch"]
+    assert child["reports"] == here(pairs)
 
 
 def test_with_a_padded_copy_and_its_repair(target: ModelSource, tmp_path: Path) -> None:

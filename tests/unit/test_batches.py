@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,6 +129,27 @@ def test_hidden_states_with_a_shared_prefix_are_the_plain_ones_gradients_too(row
     for got, expected in zip(found[0][1], found[1][1], strict=True):
         # the model's norms compute in float32 whatever its type
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_no_layer_keeps_what_it_has_read(rows: Rows) -> None:
+    """Of the columns beyond the shared ones no later layer finds keys in the cache; so they are gone, and the cache with them."""
+    batch, model = collate(rows, np.arange(len(rows))), tiny.model(layers=3)
+    found: list[tuple[int, int]] = []
+    caches = []
+
+    def last(_module: object, _args: object, kwargs: dict[str, Any]) -> None:
+        if kwargs["past_key_values"] is not None:
+            cache = kwargs["past_key_values"]
+            caches.append(weakref.ref(cache))
+            found.append((cache.layers[0].keys.shape[-2], cache.layers[0].keys.untyped_storage().nbytes()))
+
+    model.get_decoder().layers[-1].register_forward_pre_hook(last, with_kwargs=True)
+    with torch.no_grad():
+        supervised_hidden(model, batch)
+    (_, prefix), (columns, rest) = found
+    assert columns == batch.shared
+    assert rest == prefix  # one row's keys, whatever the batch
+    assert caches[-1]() is None  # no circle holds it
 
 
 def test_rows_do_not_see_each_other_nor_their_padding(rows: Rows) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from distill.losses import LOSSES
-from pairing.source import load_model
+from pairing.source import load_model, load_tokenizer
 from scripts import bench_common as common
-from scripts import bench_distill, bench_objectives
+from scripts import bench_distill, bench_objectives, bench_served
 from tests.stored_answers import answered, store
 from tests.tiny import folder, model
 
@@ -116,3 +116,26 @@ def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:
     assert results[0]["tokens_per_s"] == 1.0
     assert "No module named" in results[1]["error"]
     assert len(common.read_jsonl(out)) == 3
+
+
+def test_served_acceptance_lengths_by_hand() -> None:
+    """Two prompts: 1 + 8 tokens in 1 + 2 chunks and 1 + 6 in 1 + 3: τ = 14 / 5; the other arm's 14 tokens took 14 rounds."""
+    ours = [{"id": "b", "output_tokens": 7, "chunks": 4}, {"id": "a", "output_tokens": 9, "chunks": 3}]
+    theirs = [row | {"chunks": row["output_tokens"]} for row in ours]
+    a, b = bench_served.rounds_of(ours), bench_served.rounds_of(theirs)
+    assert a.tolist() == [[8, 6], [2, 3]]
+    difference, low, high = bench_served.difference([a, a], [b])
+    assert difference == pytest.approx(14 / 5 - 1)
+    assert low == pytest.approx(6 / 3 - 1)  # every draw of the second prompt alone
+    assert high == pytest.approx(8 / 2 - 1)
+
+
+def test_a_kept_drafter_loads_with_its_tokenizer(pair: dict[str, Path], tmp_path: Path) -> None:
+    task = {"arm": "fkl, K=32", "seed": 1, "keep": str(tmp_path)}
+    drafter = load_model(pair["draft"])
+    for _ in range(2):  # again after a kill
+        bench_objectives.keep(drafter, pair["draft"], bench_objectives.kept_at(task))
+    kept = tmp_path / "fkl-k-32-1"
+    again = load_model(kept)
+    assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), again.parameters(), strict=True))
+    assert len(load_tokenizer(kept)) == len(load_tokenizer(pair["draft"]))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pairing.decode_time import StepTime
 from pairing.files import read_jsonl
+from pairing.init import Width, plan_init
 from pairing.source import resolve
 from scripts import bench_init
 from tests import architectures, tiny
@@ -32,6 +35,20 @@ def test_families_of_equal_size(target: Path) -> None:
         assert max(size[f"width-{n}"], size[f"both-{n}"]) <= size[f"depth-{n}"]
     assert [len(s["layers"]) for s in shapes] == [2, 8, 4, 4, 8, 6]
     assert [s["width"] is None for s in shapes] == [True, False, False] * 2
+
+
+def test_each_size_has_its_own_width_near_its_parameters(tmp_path: Path) -> None:
+    """SmolLM2-135M's layers: its 9 heads divide few hidden sizes, so that the FFN must make the difference."""
+    shape = architectures.shape(layers=12, heads=9, kv_heads=3, head_dim=64, hidden=576) | {"intermediate_size": 1536}
+    LlamaForCausalLM(LlamaConfig(**shape)).bfloat16().save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    source = resolve(str(tmp_path))
+    shapes = bench_init.shapes_of(source, [2, 3, 5])
+    assert len({(len(s["layers"]), s["width"]) for s in shapes}) == 9
+    most = {s["size"]: s["parameters"] for s in shapes if s["family"] == "depth"}
+    for s in (s for s in shapes if s["width"]):
+        wider = Width(replace(s["width"], ffn=s["width"].ffn + 64))
+        assert s["parameters"] <= most[s["size"]] < plan_init(source, s["layers"], None, wider)["parameters"]
 
 
 def test_a_bench_in_two_parts_that_goes_on(
@@ -57,17 +74,20 @@ def test_a_bench_in_two_parts_that_goes_on(
     assert rows[:3] == first
     assert [(r["name"], r["seed"]) for r in rows[3:]] == [("depth-2", 1), ("width-2", 1), ("both-2", 1)]
 
-    def timer(configs: Sequence[Mapping[str, Any]]) -> list[StepTime]:
+    def timer(configs: Sequence[Mapping[str, Any]], verify: int = 0) -> list[StepTime]:
         times = [float(config["num_hidden_layers"]) for config in configs]
+        times += [1.5 * times[0]] if verify else []
         return [StepTime((t, t, t), (t / times[0],) * 3) for t in times]
 
     args = bench_init.argparse.Namespace(out=out)
     shapes = bench_init.shapes_of(resolve(str(target)), [2])
     bench_init.time_all(args, resolve(str(target)), shapes, timer)
-    bench_init.time_all(args, resolve(str(target)), shapes, lambda _: pytest.fail("timed again"))
+    bench_init.time_all(args, resolve(str(target)), shapes, lambda *_, **__: pytest.fail("timed again"))
     timed = [r for r in read_jsonl(out / "results.jsonl") if r["kind"] == "time"]
     assert [(r["name"], r["share"][0]) for r in timed] == [("depth-2", 0.25), ("width-2", 1.0), ("both-2", 0.5)]
-    text = bench_init.table(read_jsonl(out / "results.jsonl"), 1.3, 0.0)
+    text = bench_init.table(read_jsonl(out / "results.jsonl"), None, 0.0)
+    assert "v = 1.50 (1.50 to 1.50) measured at K = 4, o = 0;" in text
+    assert "v = 1.3, o = 0;" in bench_init.table(read_jsonl(out / "results.jsonl"), 1.3, 0.0)
     assert text.count("\n| ") == 4
     assert "| depth-2 |" in text
 

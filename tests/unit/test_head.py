@@ -288,3 +288,13 @@ def test_bfloat16_hidden_states_are_scored_in_float32() -> None:
     assert half.grad is not None
     assert half.grad.dtype == torch.bfloat16
     assert loss.item() == pytest.approx(whole(half.detach().float(), weight, signal, torch.float64).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("real", "positions"), [(49_152, 85), (151_936, 27), (3 * 10**8, 8)])
+def test_a_chunk_is_as_many_positions_as_fill_its_buffer(real: int, positions: int) -> None:
+    """However wide the vocabulary; beyond a block of it, as many as the block leaves."""
+    head = Head(real, None)
+    some = head.chunks(torch.zeros(300, 1))
+    assert [(s.stop - s.start) for s in some] == [positions] * len(some)
+    assert some[-1].start < 300 <= some[-1].stop
+    assert positions * min(real, head.block) * 4 <= 16 * 2**20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -79,3 +81,25 @@ def test_layers_are_compiled_one_by_one_when_they_first_run() -> None:
     assert all(layer._compiled_call_impl is not None for layer in model.model.layers)
     assert model.model._compiled_call_impl is None
     assert list(model.state_dict()) == list(tiny.model().state_dict())  # no renamed weights
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from Linux's /proc")
+def test_freed_buffers_go_back_at_once() -> None:
+    """Thirty buffers below glibc's own bound, with a small one after each, freed: they are no longer resident."""
+    code = (
+        "import sys, torch\n"
+        "from distill.options import give_back_memory\n"
+        "sys.argv[1] == 'back' and give_back_memory()\n"
+        "def resident(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
+        "del (first := [torch.ones(31 * 2**18)])[0]\n"  # freeing one of 31 MiB is what raises the bound
+        "before, small = resident(), []\n"
+        "for _ in range(3):\n"
+        "    large = [(torch.ones(20 * 2**18), small.append(torch.ones(2**12))) for _ in range(10)]\n"
+        "    del large\n"
+        "print((resident() - before) // 2**20)"
+    )
+    found = [
+        int(subprocess.run([sys.executable, "-c", code, word], check=True, capture_output=True).stdout)
+        for word in ("back", "as it is")
+    ]
+    assert found[0] < 10 < 100 < found[1]
