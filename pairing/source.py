@@ -276,6 +276,7 @@ def load_model(folder: Path, dtype: torch.dtype | str = "float32", **kwargs: Any
 
 def empty_model(folder: Path) -> Any:
     """The causal LM that the config in `folder` describes, its modules without weights (on the meta device)."""
+    import torch
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
