@@ -167,7 +167,7 @@ class DistillConfig(Strict):
     on_policy_temperature: float = Field(default=1.0, ge=0)
     """at which it writes them"""
     chunk: int | None = Field(default=None, gt=0)
-    """positions whose logits exist at one time; null: 16 MiB of logits on a CPU, 256 MiB on a GPU"""
+    """positions whose logits exist at one time; null: 24 MiB of logits on a CPU, 256 MiB on a GPU"""
     block: int = Field(default=1 << 19, gt=0)
     """vocabulary rows whose logits exist at one time; fewer save memory and cost time"""
     gradient_checkpointing: bool = False
