@@ -123,6 +123,9 @@ def w4a16_for_float32() -> None:
             if self.config.act_type == torch.float32 and not _multiplies_float32():
                 scales = getattr(layer, self.w_s_name)
                 scales.data = scales.data.bfloat16()
+                # the kernel takes AMX for bfloat16 where there is any, which a process must ask for once; in a float32
+                # engine nobody else may have done so (illegal instruction)
+                torch.cpu._init_amx()
             old(self, layer)
 
         return process_weights_after_loading
