@@ -11,6 +11,7 @@ import torch
 
 from distill.batches import Rows
 from distill.head import REPORTED
+from distill.mask_blocks import Parallel
 from distill.objective import DraftSampling, Weight, require_losses
 from distill.student import Trainable
 from pairing.errors import InputError
@@ -49,6 +50,7 @@ class Settings:
     on_policy_temperature: float = 1.0
     gradient_checkpointing: bool = False
     compile: bool = False
+    parallel: Parallel | None = None  # trains mask tokens too, so that all drafts of a round come from one pass
 
     @property
     def reported(self) -> tuple[str, ...]:
@@ -63,6 +65,8 @@ def require_possible(settings: Settings, *, online: bool, reference: bool) -> No
             f"on_policy={settings.on_policy:g}: what the drafter writes has no stored signal, so the target must be online: give "
             "signal=online and target=…"
         )
+    if settings.keep_share < 1 and settings.parallel is not None:
+        raise InputError("keep_share compares with a reference that knows no masks: leave it or parallel_drafting out")
     if settings.keep_share < 1 and not reference:
         raise InputError(
             f"keep_share={settings.keep_share:g} compares with a drafter that was distilled before: give reference=…"
