@@ -47,7 +47,7 @@ def score_rounds(
     num_speculative_tokens: int,
     *,
     batch_size: int,
-    chunk: int,
+    chunk: int | None = None,
     block: int = Head.block,
     most: int | None = None,
 ) -> list[PromptRounds]:
