@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,8 @@ def test_from_init_to_the_line_that_serves(place: Path, capsys: pytest.CaptureFi
 
 def test_a_resumed_run_draws_the_same_masks(place: Path, tmp_path: Path) -> None:
     """D14: the draws are a function of (seed, step, prompt)."""
-    at, rows = (
-        Settings(**{**BASE, "max_steps": 4, "checkpoint_every": 2, "parallel": Parallel(4, MASK)}),
-        rows_of(place / "train"),
-    )
+    rows, more = rows_of(place / "train"), {"max_steps": 4, "checkpoint_every": 2, "parallel": Parallel(4, MASK)}
+    at = Settings(**{**BASE, **more})
     fit(Accelerator(cpu=True), load_model(place / "draft"), rows, {}, at, tmp_path / "whole")
     half = tmp_path / "half"
     fit(Accelerator(cpu=True), load_model(place / "draft"), rows, {}, dataclasses.replace(at, epochs=2 / 6), half)
@@ -89,6 +88,17 @@ def test_a_resumed_run_draws_the_same_masks(place: Path, tmp_path: Path) -> None
     whole, resumed = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "half"))
     assert [r["supervised"] for r in whole] == [r["supervised"] for r in resumed]
     assert len({r["supervised"] for r in whole}) > 1
+
+
+def test_the_plan_counts_masks(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plans = []
+    for more in ({}, {"parallel_drafting": "null"}):
+        assert distill.main([*words(place, "plan", **more), "--dry-run", "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out)["plan"])
+    assert plans[0]["supervised_tokens"] == plans[1]["supervised_tokens"]
+    assert plans[0]["mask_tokens"] == round(plans[0]["supervised_tokens"] * (0.5 + 0.25 + 0.125))
+    assert plans[1]["mask_tokens"] == 0
+    assert not (place / "plan").exists()
 
 
 def test_which_mask(place: Path) -> None:
