@@ -204,7 +204,7 @@ def _evaluate(run: Run, heldout: Mapping[str, Rows], step: int, out: _Out) -> fl
     parallel drafting is trained, that is τ as it drafts in parallel.
     """
     settings, parallel, found = run.settings, run.settings.parallel, []
-    sizes = {"batch_size": settings.batch_size, "chunk": settings.chunk, "block": settings.block,
+    sizes: dict[str, Any] = {"batch_size": settings.batch_size, "chunk": settings.chunk, "block": settings.block,
              "most": settings.eval_prompts}  # fmt: skip
     with whole(run.prepared):
         for name, rows in heldout.items():

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
 from pairing.compare_chat import resolved_ids
 from pairing.compare_tokens import tokens_by_id
 from pairing.errors import InputError
@@ -114,6 +112,8 @@ def write_mask(folder: Path, mask: Mask) -> None:
     """Names `mask` in the config.json of a drafter that was just made. A padding row's embedding becomes the mean of the
     real ones: as it is it may be all zeros, of which nothing can be made, and with a tied head that is what it must stay.
     """
+    from safetensors.torch import load_file, save_file  # here: `check` does without torch
+
     info = find(read_headers(folder), EMBEDDINGS)
     if mask.token is None and info is not None:
         weights = load_file(info.file)
