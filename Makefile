@@ -30,6 +30,7 @@ bench: setup
 	@echo "  distill    our loop, a plain loop and TRL's GKD trainer; also with 151,936 rows     40 min"
 	@echo "  init       drafters of other depths and widths, trained alike and timed             20 min"
 	@echo "  objectives losses, cache sizes and the online target, 3 seeds; then each is served  50 min"
+	@echo "  quantize   a trained drafter in 4 bits, before and after a short part with the quantizer   20 min"
 	@echo "Results: $(BENCH)/*.jsonl and $(BENCH)/init, a line a run; tables beside them, *.md"
 	@$(PY) -c "import trl" 2>/dev/null || $(PY) -m pip install -q -c constraints.txt -e '.[bench]'
 	@.venv/bin/draftsmith generate target=HuggingFaceTB/SmolLM2-135M-Instruct out=$(BENCH)/answers \
@@ -50,4 +51,7 @@ bench: setup
 	@$(PY) -m scripts.bench_objectives $(PAIR) --train $(BENCH)/answers/train --heldout $(BENCH)/answers/heldout \
 	  --steps 30 --jobs 2 --keep $(BENCH)/kept --out $(BENCH)/objectives.jsonl >$(BENCH)/objectives.md
 	@$(PY) -m scripts.bench_served --results $(BENCH)/objectives.jsonl --out $(BENCH)/served >>$(BENCH)/objectives.md
-	@cat $(BENCH)/distill.md $(BENCH)/init/table.md $(BENCH)/objectives.md
+	@.venv/bin/draftsmith distill draft=$(BENCH)/draft data=$(BENCH)/answers/train out=$(BENCH)/trained max_steps=240
+	@$(PY) -m scripts.bench_quantize --draft $(BENCH)/trained/drafter --train $(BENCH)/answers/train \
+	  --heldout $(BENCH)/answers/heldout --out $(BENCH)/quantize.jsonl >$(BENCH)/quantize.md
+	@cat $(BENCH)/distill.md $(BENCH)/init/table.md $(BENCH)/objectives.md $(BENCH)/quantize.md

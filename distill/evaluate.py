@@ -137,27 +137,56 @@ def replay_prompts(accepted: Sequence[Sequence[Sequence[float]]], num_speculativ
 
 def compare(before: Sequence[PromptScore], after: Sequence[PromptScore]) -> dict[str, Any]:
     """Both summaries, the change of top-1 and of τ at K = 4 with its paired interval, and the groups by tag."""
+    top1, tau = changes(before, after, COMPARED_K)
+    return {
+        "prompts": len(after),
+        "tokens": sum(s.tokens for s in after),
+        "before": summary(before),
+        "after": summary(after),
+        "change": {"top1": top1, "tau_4": tau},
+        "groups": groups(after),
+    }
+
+
+Change = list[
+    float | None
+]  # of a figure, and its 95 % interval, prompts paired; None where there is nothing to tell from
+
+
+def changes(
+    before: Sequence[PromptScore], after: Sequence[PromptScore], num_speculative_tokens: int
+) -> tuple[Change, Change]:
+    """The change of top-1 agreement, and that of τ by replay at that K."""
     assert [s.id for s in before] == [s.id for s in after]
     tokens_P = np.array([s.tokens for s in after], dtype=np.float64)
     gain_P = np.array([a.top1 - b.top1 for a, b in zip(after, before, strict=True)])
-    old, new = (replay_prompts([s.accepted for s in scores], COMPARED_K) for scores in (before, after))
-    first, last = summary(before), summary(after)
+    old, new = (replay_prompts([s.accepted for s in scores], num_speculative_tokens) for scores in (before, after))
 
     def tau_change(w_RP: NDArray[np.float64]) -> NDArray[np.float64]:
         return acceptance_length_of(new, w_RP) - acceptance_length_of(old, w_RP)
 
     top1 = interval(lambda w_RP: (w_RP @ gain_P) / (w_RP @ tokens_P), len(after))
     tau = interval(tau_change, len(after)) if new.rounds_P.any() else (np.nan, np.nan)
+    return (
+        [float(gain_P.sum() / tokens_P.sum()), *map(_figure, top1)],
+        [_figure(new.acceptance_length - old.acceptance_length), *map(_figure, tau)],
+    )
+
+
+def acceptance(
+    scores: Sequence[PromptScore], num_speculative_tokens: int, other: Sequence[PromptScore] | None = None
+) -> dict[str, Any]:
+    """{"top1", "alpha" (its bracket), "tau" by replay at that K, "top1_change", "tau_change"}; the changes are those from
+    `other`, None where there is none."""
+    own = summary(scores)
+    tau = replay_prompts([s.accepted for s in scores], num_speculative_tokens).acceptance_length
+    top1_change, tau_change = changes(other, scores, num_speculative_tokens) if other is not None else (None, None)
     return {
-        "prompts": len(after),
-        "tokens": int(tokens_P.sum()),
-        "before": first,
-        "after": last,
-        "change": {
-            "top1": [last["top1"] - first["top1"], *map(_figure, top1)],
-            "tau_4": [_figure(new.acceptance_length - old.acceptance_length), *map(_figure, tau)],
-        },
-        "groups": groups(after),
+        "top1": own["top1"],
+        "alpha": [own["alpha_low"], own["alpha_high"]],
+        "tau": _figure(tau),
+        "top1_change": top1_change,
+        "tau_change": tau_change,
     }
 
 
@@ -193,6 +222,18 @@ def verdict(sets: Mapping[str, Mapping[str, Any]]) -> str:
     if not said:
         return "no measurable change: on every held-out set the 95 % interval of the change holds 0"
     return "; ".join(said)
+
+
+def verdict_of_copy(sets: Mapping[str, Mapping[str, Any]]) -> str:
+    """What 4 bits cost the trained drafter, to go behind `verdict`'s sentence; empty where no quantizer was in training."""
+    said = ""
+    for name, result in sets.items():
+        if copy := result.get("quantized"):
+            point, low, high = copy["change"]["top1"]
+            within = f" (95 % interval {low:+.3f} to {high:+.3f})" if low is not None else ""
+            top1 = f"top-1 agreement {copy['after']['top1']:.3f} on {name}"
+            said += f"; its 4-bit copy has {top1}, {point:+.3f} from its own{within}"
+    return said
 
 
 def _figure(value: float) -> float | None:

@@ -49,9 +49,10 @@ class Head:
 
 
 def positions_at_once(columns: int, device: torch.device) -> int:
-    """Positions whose logits, `columns` wide, fill 16 MiB on a CPU; 256 MiB elsewhere, where many small kernels are what costs
-    (docs/notebook.md)."""
-    return max(1, (16 if device.type == "cpu" else 256) * 2**20 // (4 * columns))
+    """Positions whose logits, `columns` wide, fill 24 MiB on a CPU, but 64 at least, below which products are slow; 256 MiB
+    elsewhere, where many small kernels are what costs (docs/notebook.md)."""
+    cpu = device.type == "cpu"
+    return max(64 if cpu else 1, (24 if cpu else 256) * 2**20 // (4 * columns))
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,10 @@ def plan_run(
     masks = round(supervised * sum(settings.parallel.shares)) if settings.parallel else 0  # at most: answers end
     products = 6 * body * (tokens + masks) + 2 * sum(frozen.values()) * tokens
     products += head_passes * head.numel() * (supervised + masks)
-    weights = 4 * sum(p.numel() for p in model.parameters()) + sum(n * beside[f] for f, n in frozen.items())
+    copy = (
+        4 * body if settings.quantizer is not None else 0
+    )  # the weights themselves, while their 4-bit values stand in
+    weights = copy + 4 * sum(p.numel() for p in model.parameters()) + sum(n * beside[f] for f, n in frozen.items())
     columns = min(head.shape[0], settings.block)
     chunk = settings.chunk or positions_at_once(columns, device)
     return {

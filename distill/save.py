@@ -51,7 +51,9 @@ def write_drafter(
             training |= {f"top1 on {name}": result["after"]["top1"], f"tau K=4 on {name}": result["after"]["tau"]["4"]}
         if parallel is not None:
             write_json(temp / "config.json", with_mask(read_json(temp / "config.json"), parallel["mask_id"]))
-        update_pair(temp, made=[*read_pair(temp)["made"], step], training=training, parallel_drafting=parallel)
+        # what was measured with the draft was not measured with these weights
+        stale: dict[str, Any] = {"measurements": [], "serve": None, "formats": None}
+        update_pair(temp, made=[*read_pair(temp)["made"], step], training=training, parallel_drafting=parallel, **stale)
         write_card(temp, name="drafter")
         check_reload(temp, model)
 

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from distill.batches import Rows
+from distill.fake_quantize import Quantizer
 from distill.head import REPORTED
 from distill.mask_blocks import Parallel
 from distill.objective import DraftSampling, Weight, require_losses
@@ -51,6 +52,8 @@ class Settings:
     gradient_checkpointing: bool = False
     compile: bool = False
     parallel: Parallel | None = None  # trains mask tokens too, so that all drafts of a round come from one pass
+    quantizer: Quantizer | None = None  # in the forward pass of the run's last part, and in every evaluation
+    quantizer_from: float = 0.9  # the part of the run after which it is
 
     @property
     def reported(self) -> tuple[str, ...]:
@@ -91,6 +94,11 @@ def learning_rate(settings: Settings, progress: float) -> float:
     """
     up = progress / settings.warmup if settings.warmup else 1.0
     return settings.lr * max(0.0, min(up, (1 - progress) / (1 - settings.warmup)))
+
+
+def quantizer_at(settings: Settings, progress: float) -> Quantizer | None:
+    """What is in the forward pass at this part of the run."""
+    return settings.quantizer if progress >= settings.quantizer_from else None
 
 
 def on_policy(settings: Settings, step: int) -> bool:

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 
 from distill.batches import Batch, Ints, Rows, collate
 from distill.emphasis import noise, starts, survival_weights, worth_learning
+from distill.fake_quantize import quantized, require_whole
 from distill.guards import finite_or_stop
 from distill.head import REPORTED, AnySignal, Head, Scores, Weigh, head_loss, head_scores
 from distill.losses import LOSSES, Loss, jsd
@@ -36,7 +37,7 @@ from distill.parallel import (
     update,
     whole,
 )
-from distill.settings import Settings, learning_rate, on_policy
+from distill.settings import Settings, learning_rate, on_policy, quantizer_at
 from distill.signals import GetSignal
 from distill.student import supervised_hidden
 
@@ -71,6 +72,8 @@ def ready(
                           reference)  # fmt: skip
 
     kind = kind_of(accelerator)
+    if settings.quantizer is not None:
+        require_whole(kind)
     zero: Literal[2, 3] = 3 if kind == "deepspeed" and accelerator.deepspeed_plugin.zero_stage == 3 else 2
     config = deepspeed_config(zero, settings.batch_size, settings.clip) if kind == "deepspeed" else None
     prepared = prepare(kind, model, loss_of, partial(optimizer_of, settings), config)
@@ -98,7 +101,8 @@ def optimizer_step(run: Run, window: Ints, step: int, progress: float) -> dict[s
     weights, lr = weights_at(settings.losses, progress), learning_rate(settings, progress)
     if on_policy(settings, step):
         weights = without_answers(weights)
-    stats = window_gradients(run, window, weights, step)
+    with quantized(run.model, quantizer_at(settings, progress)):
+        stats = window_gradients(run, window, weights, step)
     loss = sum(w * stats[name] for name, w in weights.items())
     ids = [str(run.rows.data[int(i)]["id"]) for i in window[:4]]
     finite_or_stop(step + 1, {"the loss": loss}, ids)

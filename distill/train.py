@@ -21,11 +21,12 @@ from distill.batches import Rows, collate, windows
 from distill.checkpoint import load_checkpoint, save_checkpoint
 from distill.evaluate import score_prompts, summary
 from distill.evaluate_parallel import rounds_summary, score_rounds
+from distill.fake_quantize import quantized
 from distill.guards import spike_or_stop
 from distill.objective import weights_at
 from distill.options import checkpoint_layers, compile_layers
 from distill.parallel import whole
-from distill.settings import Settings, require_possible, steps_of
+from distill.settings import Settings, quantizer_at, require_possible, steps_of
 from distill.signals import Target, get_signal, require_plain_target
 from distill.step import Run, optimizer_step, ready
 from distill.student import freeze, require_plain_head
@@ -110,7 +111,11 @@ def fit(
             window = order[index]
             shown = at.seconds
             row = optimizer_step(run, window, at.step, progress)
-            history.add(at.step + 1, row["loss"], weights_at(settings.losses, progress), progress > settings.warmup)
+            minimised = weights_at(settings.losses, progress)
+            minimised |= {
+                "quantizer": float(quantizer_at(settings, progress) is not None)
+            }  # 4 bits may raise the loss for good
+            history.add(at.step + 1, row["loss"], minimised, progress > settings.warmup)
             now = _agree(accelerator, before + time.monotonic() - start)
             last, at.seconds = now - at.seconds, now
             at.step, at.tokens = at.step + 1, at.tokens + int(row["supervised"])
@@ -202,11 +207,14 @@ def _save(run: Run, out: _Out, at: Position, figure: float | None) -> None:
 def _evaluate(run: Run, heldout: Mapping[str, Rows], step: int, out: _Out) -> float | None:
     """Scores and logs every held-out set; returns the mean of their τ at the served K, None where there is none. Where
     parallel drafting is trained, that is τ as it drafts in parallel.
+
+    With a quantizer it is the 4-bit copy that is scored, from the first evaluation on: it is what will be served, and the
+    best checkpoint is to be its best.
     """
     settings, parallel, found = run.settings, run.settings.parallel, []
     sizes: dict[str, Any] = {"batch_size": settings.batch_size, "chunk": settings.chunk, "block": settings.block,
              "most": settings.eval_prompts}  # fmt: skip
-    with whole(run.prepared):
+    with whole(run.prepared), quantized(run.model, settings.quantizer):
         for name, rows in heldout.items():
             scores = score_prompts(run.accelerator, run.model, rows, **sizes)
             row: dict[str, Any] = {"kind": "eval", "step": step, "set": name} | summary(scores)

@@ -54,7 +54,7 @@ def load(folder: Path) -> Run:
         )
     workloads = (_yaml(measure / "config.yaml") or {}).get("workloads") or {}
     answers = [Path(str(w["answers"])) for w in workloads.values() if isinstance(w, dict) and w.get("answers")]
-    drafters = [folder / "distill" / "drafter", folder / "drafter", folder / "nf4", folder / "init"]
+    drafters = [folder / "distill" / "drafter", folder / "drafter", folder / "nf4", folder / "w4a16", folder / "init"]
     drafters += [Path(str(r["model"])) for r in results if r.get("model")]
     pairs = [read_json(d / "pair.json") for d in drafters if (d / "pair.json").is_file()]
     jobs = {name: _json(folder / name, "provenance.json") for name in ("distill", "measure")}

@@ -33,6 +33,7 @@ def render_card(pair: dict[str, Any], name: str) -> str:
         ("Parallel drafting", "parallel_drafting"),
         ("Alignment", "alignment"),
         ("Quantization", "quantization"),
+        ("Which form to serve", "formats"),
     ):
         if pair.get(key):
             lines += [f"## {title}", *_table(pair[key]), ""]

@@ -1,6 +1,7 @@
-"""How long a decode step takes: models known by their config.json alone, one request at a time, in the installed engine.
+"""How long a decode step takes: models known by their config.json alone, or whole folders, in the installed engine.
 
-Weights are random, since time does not go by their values; no tokenizer is read. All models live in one child process and
+One request at a time. A config's weights are random, since time does not go by their values; quantized ones are read from
+their folder, since no engine makes up packed weights. No tokenizer is read. All models live in one child process and
 take turns in blocks of steps, so that what else the machine does falls on all of them alike. In vLLM 0.32 the engine runs
 within that process: the figures are the model's own step, scheduler and sampler included, without a server's messages.
 A verify step, which a target makes of K + 1 tokens of a request at once, is measured with a proposer that costs nothing.
@@ -29,6 +30,7 @@ from pairing.engine_env import cpu_engine_env
 from pairing.errors import PartFailedError
 from pairing.files import digest_json, read_json, write_json
 from pairing.serving import context, text_config
+from pairing.source import load_model
 from pairing.vllm_plugin import DIE_WITH_PARENT, die_with_parent
 
 CONTEXT = 256  # tokens before the first step that counts
@@ -57,17 +59,17 @@ def engine_name() -> str:
 
 
 class Timer(Protocol):
-    def __call__(self, configs: Sequence[Mapping[str, Any]], verify: int = 0) -> list[StepTime]: ...
+    def __call__(self, models: Sequence[Mapping[str, Any] | Path], verify: int = 0) -> list[StepTime]: ...
 
 
 @contextmanager
-def open_timer(env: Mapping[str, str], log: Path) -> Iterator[Timer]:
-    """Starts the child process and yields what measures: configs (contents of config.json) to times, taken side by side.
+def open_timer(env: Mapping[str, str], log: Path, dtype: str = "auto") -> Iterator[Timer]:
+    """Starts the child process and yields what measures: configs (contents of config.json) or folders to times, taken side
+    by side.
 
-    Shares are of the first config's step. With `verify` = K one more comes last: the first config's step of K + 1 tokens. A
-    config measured before is not started again. `env` is the environment for the
-    child. The timer raises PartFailedError where the engine does not run; its output is in `log`, which is removed
-    in all other cases.
+    Shares are of the first one's step. With `verify` = K one more comes last: the first one's step of K + 1 tokens. What was
+    measured before is not started again. `env` is the environment for the child, `dtype` the type that vLLM computes in. The
+    timer raises PartFailedError where the engine does not run; its output is in `log`, which is removed in all other cases.
     """
     found = engine()
     cpu = found is None or found.backend == "cpu"
@@ -83,15 +85,19 @@ def open_timer(env: Mapping[str, str], log: Path) -> Iterator[Timer]:
         folders: dict[str, str] = {}
         failed: list[str] = []
 
-        def measure(configs: Sequence[Mapping[str, Any]], verify: int = 0) -> list[StepTime]:
-            for config in configs:
-                key = digest_json(config)
-                if key not in folders:
-                    folders[key] = str(Path(temp) / str(len(folders)))
-                    write_json(Path(folders[key]) / "config.json", dict(config))
-            models = [(folders[digest_json(config)], 0) for config in configs]
-            models += [(models[0][0], verify)] if verify else []
-            request = {"engine": "vllm" if found else "transformers", "cpu": cpu, "models": models}
+        def place(model: Mapping[str, Any] | Path) -> str:
+            if isinstance(model, Path):
+                return str(model.absolute())
+            key = digest_json(model)
+            if key not in folders:
+                folders[key] = str(Path(temp) / str(len(folders)))
+                write_json(Path(folders[key]) / "config.json", dict(model))
+            return folders[key]
+
+        def measure(models: Sequence[Mapping[str, Any] | Path], verify: int = 0) -> list[StepTime]:
+            placed = [(place(model), 0) for model in models]
+            placed += [(placed[0][0], verify)] if verify else []
+            request = {"engine": "vllm" if found else "transformers", "cpu": cpu, "dtype": dtype, "models": placed}
             assert process.stdin is not None
             assert process.stdout is not None
             with suppress(BrokenPipeError):
@@ -139,7 +145,9 @@ def child() -> None:
         for model in models:
             if model not in opened:
                 vllm = request["engine"] == "vllm"
-                opened[model] = _open_vllm(*model, request["cpu"]) if vllm else _open_transformers(*model)
+                opened[model] = (
+                    _open_vllm(*model, request["cpu"], request["dtype"]) if vllm else _open_transformers(*model)
+                )
         steps = [opened[model]() for model in models]
         for step in steps:
             for _ in range(WARM):
@@ -155,6 +163,10 @@ def _timed(step: Callable[[], Any]) -> float:
     started = time.perf_counter()
     step()
     return time.perf_counter() - started
+
+
+def _has_weights(folder: str) -> bool:
+    return any(Path(folder).glob("*.safetensors"))
 
 
 Begin = Callable[[], Callable[[], Any]]  # reads the prompt, and returns what does one step
@@ -186,10 +198,13 @@ class RandomTokens:
         return [self.random.choices(range(self.rows), k=self.k) for _ in sampled_token_ids]
 
 
-def _open_vllm(folder: str, verify: int, cpu: bool) -> Begin:
+def _open_vllm(folder: str, verify: int, cpu: bool, dtype: str) -> Begin:
     from vllm import LLM, SamplingParams
 
-    config = text_config(read_json(Path(folder) / "config.json"))
+    whole = read_json(Path(folder) / "config.json")
+    config = text_config(whole)
+    # a loader of its own reads bitsandbytes, as the method asks for
+    nf4 = whole.get("quantization_config", {}).get("quant_method") == "bitsandbytes"
     prompt, length = _lengths(config, verify)
     proposer = {
         "method": "custom_class",
@@ -198,7 +213,9 @@ def _open_vllm(folder: str, verify: int, cpu: bool) -> Begin:
     }
     llm = LLM(
         folder,
-        load_format="dummy",
+        load_format="bitsandbytes" if nf4 else "auto" if _has_weights(folder) else "dummy",
+        quantization="bitsandbytes" if nf4 else None,
+        dtype=dtype,
         skip_tokenizer_init=True,
         enforce_eager=cpu,  # compiling takes minutes there
         max_model_len=length,
@@ -227,9 +244,11 @@ def _open_transformers(folder: str, verify: int) -> Begin:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config).eval()
+    if _has_weights(folder):
+        model = load_model(Path(folder)).to(device).eval()
+    else:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
     drafted = torch.arange(verify, device=device)[None]
     text = text_config(read_json(Path(folder) / "config.json"))
     prompt = torch.tensor([_prompt(text, _lengths(text, verify)[0])], device=device)

@@ -16,6 +16,7 @@ OFFLINE = (
     "without serving only an offline estimate is left: the replayed acceptance length in `draftsmith distill`'s "
     "evaluation.json; it says nothing of speed"
 )
+KERNELS = ("kernels/linear", "layers/quantization/kernels")  # where vLLM keeps them: 0.32, and before
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Support:
     v2: bool
     multimodal: bool
     seen: str  # where we know it from
+    w4a16: bool = True  # kernels for group-wise 4-bit integers
     parallel: bool = False  # drafts all tokens in one pass (on V1 alone)
 
 
@@ -67,8 +69,11 @@ def probe(backend: str, package: Path | None = None) -> Support | None:
         triton = importlib.util.find_spec("triton")
         folders = triton.submodule_search_locations if triton else None
         v2 = v2 and any((Path(f) / "backends" / "cpu").is_dir() for f in folders or [])
-    parallel = v1 and "pard_token" in proposers
-    return Support(v1, v2, bool(proposers) and "_raise_if_multimodal" not in proposers, f"read in {package}", parallel)
+    kernels = {"cpu": ("cpu.py", "class CPUWNA16LinearKernel"), "cuda": ("marlin.py", "class MarlinLinearKernel")}
+    file, name = kernels[backend]
+    w4a16 = any(name in text(f"model_executor/{place}/mixed_precision/{file}") for place in KERNELS)
+    multimodal = bool(proposers) and "_raise_if_multimodal" not in proposers
+    return Support(v1, v2, multimodal, f"read in {package}", w4a16, v1 and "pard_token" in proposers)
 
 
 def support_findings(installed: Engine, found: Support | None, multimodal: bool, serving: Serving) -> list[Finding]:

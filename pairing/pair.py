@@ -29,6 +29,7 @@ def new_pair(target: ModelSource, made: dict[str, Any]) -> dict[str, Any]:
         "parallel_drafting": None,
         "measurements": [],
         "serve": None,
+        "formats": None,
     }
 
 

@@ -16,6 +16,7 @@ from pairing.engine_support import Support, probe, support_findings
 from pairing.errors import InputError
 from pairing.files import read_json
 from pairing.finding import LEVELS, Finding
+from pairing.four_bit import four_bit_findings
 from pairing.parallel_drafting import parallel_findings, trained_findings
 from pairing.serving_plan import Memory, Model, Serving, serve_line, served_length
 from pairing.source import ModelSource, servable
@@ -44,6 +45,13 @@ def preflight(
         *findings,
         *support_findings(
             installed, found, "vision_config" in target.config or "audio_config" in target.config, serving
+        ),
+        *(
+            finding
+            for role, model in (("target", target), ("drafter", drafter))
+            for finding in four_bit_findings(
+                role, model.config, model.tensors, installed, found is None or found.w4a16, serving.dtype
+            )
         ),
         *length_findings(target, drafter, serving),
         *budget_findings(installed, memory, served_length(target, drafter, serving), serving),

@@ -10,11 +10,11 @@ from typing import Any
 
 from pairing.engine import ATTENTION, bitsandbytes_advice, draftable, engine, layer_kinds
 from pairing.finding import Finding
+from pairing.four_bit import four_bit_shards
 
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 # These write the scaled length as max_position_embeddings already; every other type multiplies it by its factor.
 SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
-NF4_BLOCK = 64
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,20 +141,7 @@ def shard_findings(config: Mapping[str, Any], role: str, tensor_parallel_size: i
                 stops=("vllm",),
             )
         )
-    if (config.get("quantization_config") or {}).get("quant_method") == "bitsandbytes":
-        hidden = int(text.get("hidden_size") or 0)
-        odd = [str(width) for width in (hidden, ffn) if (width // n) % NF4_BLOCK]
-        also = f"; and {' and '.join(odd)} over {n} are no multiples of its blocks of {NF4_BLOCK}" if odd else ""
-        findings.append(
-            Finding(
-                "blocks",
-                f"the {role} is stored in 4 bit (bitsandbytes), which vLLM does not split over devices{also}",
-                "shards",
-                "serve the 16-bit copy, or on one device",
-                stops=("vllm",),
-            )
-        )
-    return findings
+    return findings + four_bit_shards(role, config, n)
 
 
 def engine_findings(target: Mapping[str, Any], drafter: Mapping[str, Any]) -> list[Finding]:

@@ -263,15 +263,34 @@ def quiet_off_terminal() -> None:
 def load_model(folder: Path, dtype: torch.dtype | str = "float32", **kwargs: Any) -> Any:
     """The causal LM in `folder`, from safetensors only, without remote code."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     quiet_off_terminal()
     try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        packed = getattr(config, "quantization_config", None)
+        if isinstance(packed, dict) and packed.get("quant_method") == "compressed-tensors":
+            # else it unpacks in the whole model's first forward, and our passes call the decoder
+            packed["dequantize"] = True
+            kwargs["config"] = config
         return AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, local_files_only=True, **kwargs
         )
     except (ValueError, OSError, SafetensorError, StrictDataclassError) as e:
         raise InputError(f"{folder}: does not load as a causal LM ({' '.join(str(e).split())[:300]})") from e
+
+
+def empty_model(folder: Path) -> Any:
+    """The causal LM that the config in `folder` describes, its modules without weights (on the meta device)."""
+    import torch
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    except (ValueError, OSError, StrictDataclassError) as e:
+        raise InputError(f"{folder}: describes no causal LM ({' '.join(str(e).split())[:300]})") from e
 
 
 def load_tokenizer(folder: Path) -> Any:

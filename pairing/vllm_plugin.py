@@ -25,7 +25,7 @@ def register() -> None:
     # may outlive its own parent (a shell that ran it with nohup)
     if os.environ.get(DIE_WITH_PARENT, "") not in ("", str(os.getpid())):
         die_with_parent()
-    for mend in (load_quantized_drafter, size_nf4_for_float32, expand_sampling_on_cpu):
+    for mend in (load_quantized_drafter, size_nf4_for_float32, w4a16_for_float32, expand_sampling_on_cpu):
         try:
             mend()
         except (ImportError, AttributeError) as e:
@@ -52,11 +52,12 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def load_quantized_drafter() -> None:
-    """A bitsandbytes drafter beside an unquantized target loads with its own load format.
+    """A drafter loads with its own load format, where one of the pair is stored by bitsandbytes and the other isn't.
 
-    vLLM 0.32's DraftModelProposer calls `get_model` without a load config: `draft_load_config` is ignored, the
-    target's loader meets packed weights and dies with a bare AssertionError. The eagle proposer of the same file
-    family hands it on; so do we. Versions that hand it on themselves are left alone.
+    vLLM 0.32's DraftModelProposer calls `get_model` without a load config: `draft_load_config` is ignored, and the
+    target's loader meets packed weights that it doesn't know (a bare AssertionError), or looks for some where there are
+    none. The eagle proposer of the same file family hands it on; so do we. Versions that hand it on themselves are left
+    alone.
     """
     from vllm.v1.spec_decode import draft_model as module
 
@@ -71,8 +72,9 @@ def load_quantized_drafter() -> None:
 
             config = self._create_draft_vllm_config()
             load_config = self.speculative_config.draft_load_config or config.load_config
-            if config.model_config.quantization == "bitsandbytes":
-                load_config = replace(load_config, load_format="bitsandbytes")
+            by = "bitsandbytes"
+            if (config.model_config.quantization == by) != (load_config.load_format == by):
+                load_config = replace(load_config, load_format=by if config.model_config.quantization == by else "auto")
             with set_model_tag("draft_model"):
                 return module.get_model(vllm_config=config, prefix="draft_model", load_config=load_config)
 
@@ -100,6 +102,58 @@ def size_nf4_for_float32() -> None:
 
     for module in (utils, linear, fused_moe):
         _replace(module, "calculate_quant_ratio", make)
+
+
+def w4a16_for_float32() -> None:
+    """W4A16 weights run in a float32 engine on the CPU back end: inputs are rounded to bfloat16 for the product.
+
+    vLLM 0.32 takes float32 for compressed-tensors, and its CPU kernel, which has no float32, dies at the first step. Scales
+    are handed to it in bfloat16, which those that draftsmith writes already fit; results go back to float32. A kernel
+    that computes in float32 itself is left alone.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    import torch
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel as Kernel
+
+    def make_process(old: Any) -> Any:
+        def process_weights_after_loading(self: Any, layer: Any) -> None:
+            if self.config.act_type == torch.float32 and not _multiplies_float32():
+                scales = getattr(layer, self.w_s_name)
+                scales.data = scales.data.bfloat16()
+                # the kernel takes AMX for bfloat16 where there is any, which a process must ask for once; in a float32
+                # engine nobody else may have done so (illegal instruction)
+                torch.cpu._init_amx()
+            old(self, layer)
+
+        return process_weights_after_loading
+
+    def make_apply(old: Any) -> Any:
+        def apply_weights(self: Any, layer: Any, x: Any, bias: Any = None) -> Any:
+            if x.dtype != torch.float32 or getattr(layer, self.w_s_name).dtype == torch.float32:
+                return old(self, layer, x, bias)
+            out = old(self, layer, x.bfloat16(), None).float()
+            return out if bias is None else out + bias
+
+        return apply_weights
+
+    _replace(Kernel, "process_weights_after_loading", make_process)
+    _replace(Kernel, "apply_weights", make_apply)
+
+
+def _multiplies_float32() -> bool:
+    """Whether the CPU back end's kernel does, on one tile."""
+    import torch
+    from vllm import _custom_ops as ops
+
+    x, codes, scales = torch.ones(1, 32), torch.zeros(2, 64, dtype=torch.int32), torch.ones(1, 32)
+    try:
+        ops.cpu_gemm_wna16(x, codes, scales, None, None, 8, "vec")
+    except NotImplementedError:
+        return False
+    return True
 
 
 def expand_sampling_on_cpu() -> None:

@@ -32,8 +32,9 @@ from transformers.utils.logging import disable_progress_bar
 from distill.adapters import attach, drift, load_in_4bit, merged
 from distill.batches import Rows
 from distill.checkpoint import Which, load_weights
-from distill.evaluate import compare, score_prompts, verdict
+from distill.evaluate import compare, score_prompts, verdict, verdict_of_copy
 from distill.evaluate_parallel import compare_rounds, score_rounds
+from distill.fake_quantize import Format, Quantizer, quantized, require_whole
 from distill.guards import tracker
 from distill.inputs import choose_mask, open_inputs, require_reference
 from distill.mask_blocks import Parallel
@@ -41,6 +42,7 @@ from distill.objective import Weight, auto
 from distill.options import give_back_memory
 from distill.parallel import kind_of
 from distill.plan import plan_run
+from distill.quantize import Choice, plan_quantize
 from distill.save import stored_dtype, write_drafter
 from distill.settings import Settings, require_possible
 from distill.signals import Target, online, require_recorded
@@ -181,7 +183,7 @@ class DistillConfig(Strict):
     on_policy_temperature: float = Field(default=1.0, ge=0)
     """at which it writes them"""
     chunk: int | None = Field(default=None, gt=0)
-    """positions whose logits exist at one time; null: 16 MiB of logits on a CPU, 256 MiB on a GPU"""
+    """positions whose logits exist at one time; null: 24 MiB of logits on a CPU, 256 MiB on a GPU"""
     block: int = Field(default=1 << 19, gt=0)
     """vocabulary rows whose logits exist at one time; fewer save memory and cost time"""
     gradient_checkpointing: bool = False
@@ -200,6 +202,13 @@ class DistillConfig(Strict):
     """whose weights the drafter gets: the last step's, or those of the best checkpoint"""
     tracker: Literal["none", "wandb"] = "none"
     """where metrics go beside metrics.jsonl"""
+    quantizer: Format | None = None
+    """the format that the drafter will be served in, where that is 4 bits: rounding to it is in the forward pass of the
+    run's last part, and in all evaluations. The drafter is written in its own type still; `draftsmith quantize` makes the copy"""
+    quantizer_from: float = Field(default=0.9, ge=0, lt=1)
+    """the part of the run after which it is; 0 is for a short run on a trained drafter"""
+    quantizer_group_size: Literal[32, 64, 128] = 64
+    """with quantizer=w4a16: weights that share a scale"""
     threads: int | None = Field(default=None, gt=0)
     """CPU threads per process; null shares out the cores (launchers like to set 1)"""
 
@@ -216,6 +225,11 @@ class DistillConfig(Strict):
             raise ValueError("signal=online needs the target: target=…")
         if self.take == "best" and not self.heldout:
             raise ValueError("take=best is told by the held-out sets: give heldout.NAME=…, or take=last")
+        if self.quantizer is not None and self.trainable in ("lora", "qlora"):
+            raise ValueError(
+                "quantizer rounds the weights, which adapters are merged into at the end only: train them without it, then "
+                "run a short part on the result with trainable=layers quantizer_from=0"
+            )
         self._require_used(given)
         if self.keep_share < 1 and self.parallel_drafting is not None:
             raise ValueError(
@@ -237,6 +251,8 @@ class DistillConfig(Strict):
             "lora": (adapters, "trainable=lora or qlora"),
             "masks": (self.parallel_drafting is not None, "parallel_drafting"),
             "jsd_beta": ("jsd" in given, "losses.jsd"),
+            "quantizer_from": (self.quantizer is not None, "quantizer=nf4 or w4a16"),
+            "quantizer_group_size": (self.quantizer == "w4a16", "quantizer=w4a16"),
             "selection": (self.keep_share < 1, "keep_share below 1"),
             "on_policy_temperature": (self.on_policy > 0, "on_policy above 0"),
             "serve_temperature": (not given, "objective=auto"),
@@ -274,6 +290,10 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         require_recorded(rows, config.top_logprobs)
     parallel, said = _parallel(config, draft, [rows, *heldout.values()])
     settings, why = _settings(config, answered_at, parallel)
+    if settings.quantizer is not None:
+        # whether the format holds it at all; where it will be served is not known here
+        plan_quantize(draft, Choice(settings.quantizer.format, group_size=config.quantizer_group_size, serve_on="cuda"))
+        require_whole(kind_of(accelerator))
     notes.print(f"losses: {why}", markup=False)
     if said is not None:
         notes.print(_masks_line(config, said), markup=False)
@@ -296,7 +316,7 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
     model, taken = _trained(config, accelerator, heldout)
     before = load_model(config.draft).to(accelerator.device)
     summary |= {"losses": dict(settings.losses), "objective": why, "signal": config.signal}
-    summary |= {"temperature": config.temperature} | taken
+    summary |= {"temperature": config.temperature} | taken | _trained_for(settings)
     sets, lines = {}, []
     for name, held in heldout.items():
         sizes = {"batch_size": config.batch_size, "chunk": config.chunk, "block": config.block}
@@ -306,9 +326,13 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
             K = max(config.num_speculative_tokens, parallel.num_speculative_tokens)
             old, new = (score_rounds(accelerator, m, held, parallel.mask_id, K, **sizes) for m in (before, model))
             sets[name]["parallel"] = compare_rounds(old, new, config.num_speculative_tokens)
+        if settings.quantizer is not None:
+            with quantized(model, settings.quantizer):
+                copy = compare(scores[1], score_prompts(accelerator, model, held, **sizes))
+            sets[name]["quantized"] = {"after": copy["after"], "change": copy["change"]}
         for b, a in zip(*scores, strict=True):
             lines.append({"set": name, "id": a.id, "tags": a.tags, "w_before": b.accepted, "w_after": a.accepted})
-    evaluation = {"sets": sets, "verdict": verdict(sets), "training": summary}
+    evaluation = {"sets": sets, "verdict": verdict(sets) + verdict_of_copy(sets), "training": summary}
     if accelerator.is_main_process:
         (config.out / "evaluation_prompts.jsonl").unlink(missing_ok=True)
         for line in lines:
@@ -340,6 +364,18 @@ def _trained(config: DistillConfig, accelerator: Accelerator, heldout: dict[str,
     real = next(iter(heldout.values())).real if heldout else None
     texts = [rows.data[i]["input_ids"] for rows in heldout.values() for i in range(min(8, len(rows)))]
     return plain, said | ({"merge_drift": drift(model, plain, texts, real)} if texts else {})
+
+
+def _trained_for(settings: Settings) -> dict[str, Any]:
+    """What pair.json and the card say of a quantizer in training."""
+    quantizer = settings.quantizer
+    if quantizer is None:
+        return {}
+    said = {"quantizer": quantizer.format, "quantizer_from": settings.quantizer_from}
+    said |= {"quantizer_group_size": quantizer.group_size} if quantizer.format == "w4a16" else {}
+    return said | {
+        "weights": f"full precision; trained so that their {quantizer.format} copy, by `draftsmith quantize`, serves"
+    }
 
 
 def _tracker(config: DistillConfig, accelerator: Accelerator, notes: Console) -> tuple[Send, Callable[[], None]]:
@@ -421,9 +457,13 @@ def _settings(config: DistillConfig, answered_at: float, parallel: Parallel | No
     losses, why = config.losses.given(), "as given"
     if not losses:
         losses, why = auto(served_at, config.draft_sample_method)
-    values = config.model_dump(include={f.name for f in fields(Settings)} - {"losses", "survival"})
+    values = config.model_dump(include={f.name for f in fields(Settings)} - {"losses", "survival", "quantizer"})
     survival = config.draft_sample_method if config.survival else None
-    settings = Settings(**values, losses=losses, survival=survival, parallel=parallel)
+    quantizer = None
+    if config.quantizer is not None:
+        dtype = getattr(torch, stored_dtype(config.draft))
+        quantizer = Quantizer(config.quantizer, config.quantizer_group_size, dtype)
+    settings = Settings(**values, losses=losses, survival=survival, parallel=parallel, quantizer=quantizer)
     require_possible(settings, online=config.signal == "online", reference=config.reference is not None)
     said = ", ".join(
         f"{name} {weight if isinstance(weight, list) else f'{weight:g}'}" for name, weight in losses.items()

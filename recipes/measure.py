@@ -34,7 +34,7 @@ from eval.report import markdown_results
 from eval.results import write_results
 from pairing.acceptance import replay, replay_rounds
 from pairing.alignment import check_pair, tokens_by_id
-from pairing.engine import Engine, bitsandbytes_advice, require_vllm
+from pairing.engine import Engine, require_vllm
 from pairing.errors import InputError
 from pairing.files import read_json
 from pairing.mask_token import mask_id_of
@@ -116,10 +116,6 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
         if not report["aligned"]:
             worst = next(f for f in report["findings"] if f["level"] in ("blocks", "repairable"))
             raise InputError(f"drafters.{name}: {drafter} does not fit the target: {worst['what']} ({worst['fix']})")
-        if read_json(drafter / "config.json").get("quantization_config", {}).get("quant_method") == "bitsandbytes":
-            advice = bitsandbytes_advice(engine.version, engine.bitsandbytes_plugin)
-            if advice:
-                raise InputError(f"drafters.{name}: {advice}")
         arms += drafter_arms(config, name, drafter)
     if config.ngram:
         arms.append(Arm("ngram", "ngram", None, config.num_speculative_tokens))

@@ -88,7 +88,11 @@ def stages(config: RunConfig, where: str) -> list[Stage]:
     heldout = {name: str(run / "data" / name) for name in sets if name != TRAIN}
     measured = config.measure.get("workloads") or dict.fromkeys(heldout)
     workloads = {name: {"answers": heldout.get(name, name), **(keys or {})} for name, keys in measured.items()}
-    drafter, untrained, nf4 = str(run / "distill" / "drafter"), str(run / "init"), str(run / "nf4")
+    form = str(config.quantize.get("format") or config.distill.get("quantizer") or "nf4")
+    copy = {"format": form}  # by itself the copy that the drafter is trained for
+    if form == config.distill.get("quantizer") == "w4a16":
+        copy["group_size"] = config.distill.get("quantizer_group_size", 64)
+    drafter, untrained, four_bit = str(run / "distill" / "drafter"), str(run / "init"), str(run / form)
     given: list[tuple[str, type[Strict], dict[str, Any], list[Path]]] = [
         ("generate", GenerateConfig, {**config.generate, "target": config.target, "out": str(run / "data"), "seed": seed},
          [run / "data" / name / "meta.json" for name in sets]),
@@ -100,12 +104,12 @@ def stages(config: RunConfig, where: str) -> list[Stage]:
         ("check", CheckConfig, {"target": config.target, "draft": drafter, "out": str(run / "check.json"), "record": True},
          [run / "check.json"]),
         ("quantize", QuantizeConfig,
-         {"answers": next(iter(heldout.values())), **config.quantize, "drafter": drafter, "out": nf4,
-          "report": str(run / "quantize.json")}, [run / "nf4"]),
+         {"answers": next(iter(heldout.values())), **copy, **config.quantize, "drafter": drafter, "out": four_bit,
+          "report": str(run / "quantize.json")}, [run / form]),
         ("measure", MeasureConfig,
          {**config.measure, "target": config.target, "out": str(run / "measure"), "seed": seed,
           "workloads": workloads,
-          "drafters": {"drafter": drafter, "untrained": untrained, "drafter-nf4": nf4}},
+          "drafters": {"drafter": drafter, "untrained": untrained, f"drafter-{form}": four_bit}},
          [run / "measure" / "results.jsonl"]),
     ]  # fmt: skip
     faults, out = [], []

@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from distill.answers import Answer, begin, complete, open_answers, write_shard
 from distill.batches import Batch, Rows, check_rows, collate, windows
 from distill.evaluate import replay_prompts, score_prompts
+from distill.fake_quantize import Quantizer
 from distill.prompts import prompt
 from distill.signals import online
 from distill.train import Settings, fit
@@ -74,16 +75,19 @@ def train(
     target: Any = None,
     top_logprobs: int | None = None,
     accelerator: Accelerator | None = None,
+    quantizer: Quantizer | None = None,
 ) -> list[Row]:
     """Trains `model` in place and returns the loop's own line for each step.
 
     `target`: the model, for the online signal; without it the record's first `top_logprobs` tokens a position are used.
+    `quantizer` is in every step's forward pass.
     """
     accelerator = accelerator or Accelerator()
     settings = Settings(
         seed=seed, batch_size=batch_size, accumulation=1, lr=lr, warmup=WARMUP, weight_decay=0.0, beta2=BETA2, clip=CLIP,
         trainable=trainable, losses=losses, chunk=None, epochs=None, max_steps=steps, minutes=None,
         eval_every=steps + 1, eval_prompts=1, checkpoint_every=steps + 1, keep=1, top_logprobs=top_logprobs,
+        quantizer=quantizer, quantizer_from=0.0,
     )  # fmt: skip
     device = accelerator.device
     signal = None if target is None else online(target, "the target", device, device)

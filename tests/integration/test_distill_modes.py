@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from accelerate import Accelerator
 
 from distill.answers import open_answers
 from distill.batches import Rows, check_rows, collate
+from distill.evaluate import score_prompts, summary
+from distill.fake_quantize import Quantizer, quantized
 from distill.head import Head, head_scores
 from distill.losses import LOSSES, NEED_ALL
 from distill.mask_blocks import Parallel
+from distill.quantize import Choice, plan_quantize
 from distill.settings import on_policy
 from distill.signals import Target, cut, get_signal, online
 from distill.step import ready, window_gradients
@@ -25,6 +29,7 @@ from distill.train import Settings, fit
 from pairing.errors import InputError
 from pairing.files import read_jsonl
 from pairing.init import init_drafter
+from pairing.pair import read_pair
 from pairing.source import load_model, resolve
 from recipes.distill import main
 from tests import tiny
@@ -326,3 +331,97 @@ def test_adapters_learn_and_are_merged(
     head = trained.get_output_embeddings().weight
     mean = head[: tiny.REAL_TOKENS].mean(0)
     torch.testing.assert_close(head[tiny.REAL_TOKENS :], mean.expand(tiny.ROWS - tiny.REAL_TOKENS, -1))
+
+
+# ---------------------------------------------------------------- the quantizer in the forward pass
+
+
+@pytest.mark.parametrize("format_", ["nf4", "w4a16"])
+def test_the_last_part_runs_on_4_bits_and_a_stopped_run_goes_on_alike(
+    place: Path, rows: Rows, accelerator: Accelerator, tmp_path: Path, format_: Any
+) -> None:
+    """Before the part every figure is that of a run without it; in it the loss is the 4-bit copy's; evaluations always are."""
+    quantizer = Quantizer(format_, 32)
+    held = {"own": check_rows(open_answers(place / "held"), "own", **LIMITS)}
+    part = {**BASE, "max_steps": 10, "eval_every": 5, "checkpoint_every": 3}
+    with_part = Settings(**part, quantizer=quantizer, quantizer_from=0.5)
+    model, plain = load_model(place / "draft"), load_model(place / "draft")
+    fit(accelerator, plain, rows, held, Settings(**part), tmp_path / "plain")
+    fit(accelerator, model, rows, held, with_part, tmp_path / "whole")
+    whole, usual = (log_of(tmp_path / name) for name in ("whole", "plain"))
+    assert whole[("train", 5)] == usual[("train", 5)]
+    assert whole[("train", 6)]["loss"] != usual[("train", 6)]["loss"]
+    assert whole[("eval", 0)] != usual[("eval", 0)]
+    with quantized(model, quantizer):
+        scores = score_prompts(accelerator, model, held["own"], batch_size=4, chunk=32)
+    assert whole[("eval", 10)] == {"kind": "eval", "step": 10, "set": "own"} | summary(scores)
+    shutil.copytree(tmp_path / "whole", tmp_path / "stopped")  # as it was after step 6, in the part
+    for step in ("step-000009", "step-000010"):
+        shutil.rmtree(tmp_path / "stopped" / "checkpoints" / step, ignore_errors=True)
+    again = load_model(place / "draft")
+    fit(accelerator, again, rows, held, with_part, tmp_path / "stopped")
+    assert log_of(tmp_path / "stopped") == whole
+    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), model.parameters(), strict=True))
+
+
+def log_of(out: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    rows = read_jsonl(out / "metrics.jsonl")
+    return {(r["kind"], r["step"]): {k: v for k, v in r.items() if k not in ("seconds", "tokens_per_s")} for r in rows}
+
+
+@pytest.mark.parametrize(("format_", "more"), [("nf4", []), ("w4a16", ["quantizer_group_size=32"])])
+def test_a_short_part_wins_back_what_4_bits_lose_and_the_drafter_says_so(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], format_: str, more: list[str]
+) -> None:
+    words = [
+        f"data={place / 'train'}",
+        f"heldout.own={place / 'held'}",
+        "lr=3e-3",
+        "batch_size=4",
+        "threads=1",
+        "--json",
+    ]
+    trained, won = tmp_path / "trained", tmp_path / "won"
+    assert main([f"draft={place / 'draft'}", f"out={trained}", "max_steps=60", *words]) == 0
+    words += [
+        f"draft={trained / 'drafter'}",
+        f"out={won}",
+        "max_steps=30",
+        f"quantizer={format_}",
+        "quantizer_from=0",
+        *more,
+    ]
+    capsys.readouterr()
+    assert main(words) == 0
+    result = json.loads(capsys.readouterr().out)
+    first = next(r for r in read_jsonl(won / "metrics.jsonl") if r["kind"] == "eval")
+    copy = result["sets"]["own"]["quantized"]
+    assert first["top1"] < result["sets"]["own"]["before"]["top1"]  # what 4 bits lost
+    assert copy["after"]["top1"] > first["top1"]
+    assert copy["change"]["top1"][1] <= copy["change"]["top1"][0] <= copy["change"]["top1"][2]
+    assert f"its 4-bit copy has top-1 agreement {copy['after']['top1']:.3f} on own" in result["verdict"]
+    training = read_pair(won / "drafter")["training"]
+    assert training["quantizer"] == format_
+    assert training.get("quantizer_group_size") == (32 if more else None)
+    kind, other = (Choice("nf4"), Choice("w4a16", group_size=32))[:: 1 if format_ == "nf4" else -1]
+    assert not any("trained for" in note for note in plan_quantize(won / "drafter", kind)["notes"])
+    assert any(
+        f"trained for another copy than this one: format={format_}" in note
+        for note in plan_quantize(won / "drafter", other)["notes"]
+    )
+    assert f"trained so that their {format_} copy" in (won / "drafter" / "README.md").read_text()
+
+
+def test_what_a_quantizer_does_not_go_with_is_said_before_anything_is_read(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"draft={place / 'draft'}", f"data={place / 'train'}", f"out={tmp_path / 'out'}"]
+    for more, message in (
+        (["quantizer=nf4", "trainable=lora"], "adapters are merged into at the end only"),
+        (["quantizer_from=0.5"], "quantizer_from is for quantizer=nf4 or w4a16"),
+        (["quantizer=nf4", "quantizer_group_size=32"], "quantizer_group_size is for quantizer=w4a16"),
+        (["quantizer=w4a16", "quantizer_group_size=128"], "no multiple of its group size 128"),
+    ):
+        with pytest.raises(InputError, match=message):
+            main([*words, *more])
+    assert not (tmp_path / "out").exists()

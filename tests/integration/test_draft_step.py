@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from distill.quantize import quantize_drafter
 from pairing import decode_time
 from pairing.alignment import check_pair
 from pairing.decode_time import open_timer
 from pairing.errors import InputError, PartFailedError
 from pairing.files import read_json
+from pairing.init import init_drafter
 from pairing.pair import read_pair
 from pairing.source import resolve
 from recipes import init as recipe
@@ -61,6 +63,17 @@ def test_a_verify_step(vllm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (plain, verify) = timer([config], verify=64)
     assert plain.share == (1, 1, 1)
     assert verify.share[0] > 1.5
+
+
+def test_an_nf4_copy_is_timed_from_its_folder_beside_what_it_was_made_of(tmp_path: Path, one_core: None) -> None:
+    target = tiny.folder(tmp_path / "target", layers=12)
+    init_drafter(resolve(str(target)), tmp_path / "drafter", [0, 11])
+    quantize_drafter(tmp_path / "drafter", tmp_path / "nf4")
+    with open_timer(os.environ, tmp_path / "log", "float32") as timer:
+        whole, drafter, nf4 = timer([target, tmp_path / "drafter", tmp_path / "nf4"])
+    assert whole.share == (1, 1, 1)
+    assert 0 < drafter.ms[0] < whole.ms[0]
+    assert nf4.ms[0] > drafter.ms[0]  # products on the CPU unpack NF4 first
 
 
 def test_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_core: None) -> None:

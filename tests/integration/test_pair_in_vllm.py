@@ -36,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @contextmanager
-def served(target: Path, drafter: Path, **speculation: Any) -> Iterator[Any]:
+def served(target: Path, drafter: Path, dtype: str = "float32", **speculation: Any) -> Iterator[Any]:
     from vllm import LLM
 
     require_vllm("this test")
@@ -50,7 +50,7 @@ def served(target: Path, drafter: Path, **speculation: Any) -> Iterator[Any]:
             env.setenv(key, value)
         speculation = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": K} | speculation
         llm = LLM(
-            str(target), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=8, seed=0,
+            str(target), dtype=dtype, enforce_eager=True, max_model_len=128, max_num_seqs=8, seed=0,
             gpu_memory_utilization=0.2, speculative_config=speculation, disable_log_stats=False,
             enable_prefix_caching=False,
         )  # fmt: skip
@@ -62,12 +62,14 @@ def served(target: Path, drafter: Path, **speculation: Any) -> Iterator[Any]:
             gc.collect()
 
 
-def generate(llm: Any) -> tuple[list[list[int]], dict[str, int]]:
+def generate(
+    llm: Any, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS
+) -> tuple[list[list[int]], dict[str, int]]:
     """The tokens of each prompt, and the counters of speculation."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-    done = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    done = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
     return [list(request.outputs[0].token_ids) for request in done], counters_of(llm)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distill.head import Head, Scores, head_loss, head_scores
+from distill.head import Head, Scores, head_loss, head_scores, positions_at_once
 from distill.losses import LOSSES, NEED_ALL, FullSignal, Outcomes, Signal
 from pairing.acceptance import expected_acceptance, top1_agreement
 
@@ -290,11 +290,11 @@ def test_bfloat16_hidden_states_are_scored_in_float32() -> None:
     assert loss.item() == pytest.approx(whole(half.detach().float(), weight, signal, torch.float64).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("real", "positions"), [(49_152, 85), (151_936, 27), (3 * 10**8, 8)])
+@pytest.mark.parametrize(("real", "positions"), [(512, 12_288), (49_152, 128), (151_936, 64), (3 * 10**8, 64)])
 def test_a_chunk_is_as_many_positions_as_fill_its_buffer(real: int, positions: int) -> None:
-    """However wide the vocabulary; beyond a block of it, as many as the block leaves."""
-    head = Head(real, None)
-    some = head.chunks(torch.zeros(300, 1))
-    assert [(s.stop - s.start) for s in some] == [positions] * len(some)
+    """24 MiB of logits, or 64 positions of a very wide vocabulary, of which a block is what counts."""
+    assert positions_at_once(real, torch.device("cpu")) == positions
+    some = Head(real).chunks(torch.zeros(300, 1))
+    assert [s.stop - s.start for s in some] == [positions] * len(some)
     assert some[-1].start < 300 <= some[-1].stop
-    assert positions * min(real, head.block) * 4 <= 16 * 2**20
+    assert Head(real, 7).chunks(torch.zeros(10, 1)) == [slice(0, 7), slice(7, 14)]

@@ -37,6 +37,18 @@ def test_stages_are_joined_by_paths() -> None:
     assert {by_name[n]["seed"] for n in ("generate", "distill", "measure")} == {3}
 
 
+def test_the_copy_is_the_one_that_the_drafter_is_trained_for() -> None:
+    distill = {"minutes": 1, "quantizer": "w4a16", "quantizer_group_size": 32}
+
+    def named(**quantize: str) -> dict[str, Any]:
+        plan = stages(shipped(run_dir="r", distill=distill, quantize=quantize), "demo")
+        return {s.name: s.config.model_dump(mode="json") for s in plan}
+
+    assert [named()["quantize"][k] for k in ("format", "group_size", "out")] == ["w4a16", 32, "r/w4a16"]
+    assert named()["measure"]["drafters"]["drafter-w4a16"] == "r/w4a16"
+    assert [named(format="nf4")["quantize"][k] for k in ("format", "group_size", "out")] == ["nf4", None, "r/nf4"]
+
+
 def test_prompts_held_out_of_the_training_set_are_a_set_of_their_own() -> None:
     sets = {"train": {"prompts": "my.jsonl", "heldout": 50}}
     by_name = {s.name: s for s in stages(shipped(run_dir="r", generate={"sets": sets}, measure={}), "demo")}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from distill.w4a16 import codes_of, scales_of, values_of
 from pairing import vllm_plugin
 from tests.conftest import ROOT
 
@@ -37,6 +38,36 @@ def test_nf4_is_two_values_a_byte_for_every_type() -> None:
     from vllm_bnb_plugin.quantization import linear
 
     assert [linear.calculate_quant_ratio(t) for t in (torch.float32, torch.bfloat16, torch.float16)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_w4a16_multiplies_in_every_type(dtype: torch.dtype) -> None:
+    """The back end's own kernel on one layer; without the mend its float32 ends in NotImplementedError."""
+    vllm_plugin.w4a16_for_float32()
+    vllm_plugin.w4a16_for_float32()
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from vllm.model_executor.kernels.linear import MPLinearLayerConfig
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
+    from vllm.scalar_type import scalar_types
+
+    torch.manual_seed(0)
+    weight_OI, bias_O = torch.randn(64, 128), torch.randn(64)
+    scales_OG = scales_of(weight_OI, 32)
+    codes_OI = codes_of(weight_OI, scales_OG)
+    layer = torch.nn.Module()
+    layer.bias = None
+    layer.packed = torch.nn.Parameter(pack_to_int32(codes_OI, 4), requires_grad=False)
+    layer.packed.input_dim, layer.packed.packed_dim = 1, 1
+    layer.scale = torch.nn.Parameter(scales_OG.to(dtype), requires_grad=False)
+    layer.scale.output_dim = 0
+    config = MPLinearLayerConfig((128, 64), (128, 64), scalar_types.uint4b8, dtype, 32, False)
+    kernel = CPUWNA16LinearKernel(config, "packed", "scale")
+    kernel.process_weights_after_loading(layer)
+    x_TI = torch.randn(3, 128)
+    out_TO = kernel.apply_weights(layer, x_TI.to(dtype), bias_O.to(dtype))
+    expected_TO = x_TI @ values_of(codes_OI, scales_OG, torch.float32).T + bias_O
+    assert out_TO.dtype == dtype
+    assert float((out_TO.float() - expected_TO).norm() / expected_TO.norm()) < 0.005
 
 
 def test_a_version_whose_internals_moved_gets_one_line_and_no_traceback(

@@ -188,13 +188,14 @@ def test_the_probe_reads_the_package(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
 
-    assert probe("cuda", tmp_path) == Support(False, False, False, f"read in {tmp_path}")
+    assert probe("cuda", tmp_path) == Support(False, False, False, f"read in {tmp_path}", w4a16=False)
     write("v1/spec_decode/draft_model.py")
     write("v1/spec_decode/eagle.py", "self._raise_if_multimodal()")
-    assert probe("cuda", tmp_path) == Support(True, False, False, f"read in {tmp_path}")
+    assert probe("cuda", tmp_path) == Support(True, False, False, f"read in {tmp_path}", w4a16=False)
+    write("model_executor/layers/quantization/kernels/mixed_precision/marlin.py", "class MarlinLinearKernel(X):")
     write("v1/spec_decode/eagle.py", "self._warn_if_multimodal()")
     write("v1/spec_decode/llm_base_proposer.py", 'hasattr(config, "pard_token")')
-    assert probe("cuda", tmp_path) == Support(True, False, True, f"read in {tmp_path}", parallel=True)
+    assert probe("cuda", tmp_path) == Support(True, False, True, f"read in {tmp_path}", False, parallel=True)
     write("v1/spec_decode/llm_base_proposer.py")
     write("v1/worker/gpu/spec_decode/__init__.py", "elif speculative_config.uses_draft_model():")
     write("v1/worker/cpu_model_runner.py", 'assert x, "spec decode is not supported."')
@@ -202,6 +203,11 @@ def test_the_probe_reads_the_package(tmp_path: Path) -> None:
     found = probe("cpu", tmp_path)
     assert found is not None
     assert not found.v1
+    assert not found.w4a16
+    write("model_executor/kernels/linear/mixed_precision/cpu.py", "class CPUWNA16LinearKernel(X):")
+    found = probe("cpu", tmp_path)
+    assert found is not None
+    assert found.w4a16
 
 
 def test_table_and_probe_agree_on_the_installed_version() -> None:

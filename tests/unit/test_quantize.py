@@ -6,18 +6,21 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from distill import quantize as module
 from distill.answers import Answer, begin, complete, write_shard
+from distill.drift import random_texts
 from distill.prompts import prompt
-from distill.quantize import plan_quantize, quantize_drafter, random_texts
+from distill.quantize import Choice, plan_quantize, quantize_drafter
 from pairing.errors import InputError, PartFailedError
 from pairing.files import read_json
 from pairing.init import init_drafter
@@ -167,6 +170,10 @@ def test_refusals_before_any_work(drafter: Path, tmp_path: Path, monkeypatch: py
         m.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 1000))
         with pytest.raises(InputError, match=r"MiB are needed and 0 MiB are free"):
             quantize_drafter(drafter, tmp_path / "again")
+    with monkeypatch.context() as m:
+        m.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
+        with pytest.raises(InputError, match=r"takes about 1 MiB of memory and 0 MiB are free"):
+            quantize_drafter(drafter, tmp_path / "again")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "bitsandbytes" else find(n))
     with pytest.raises(
@@ -174,6 +181,29 @@ def test_refusals_before_any_work(drafter: Path, tmp_path: Path, monkeypatch: py
     ):
         quantize_drafter(drafter, tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+def test_a_corrupt_shard(drafter: Path, tmp_path: Path) -> None:
+    """Cut short, or whole by its header with rubbish in it: one line that names it, and no folder."""
+    file = drafter / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    for choice in (Choice("nf4"), Choice("w4a16")):
+        with pytest.raises(InputError, match=r"layers.1.mlp.up_proj.weight holds values that are no numbers"):
+            quantize_drafter(drafter, tmp_path / "out", choice)
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(InputError, match="no whole safetensors file"):
+        quantize_drafter(drafter, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "target"]
+
+
+def test_matrices_that_are_no_linear_layers(drafter: Path, tmp_path: Path) -> None:
+    """GPT-2 stores its layers transposed (Conv1D): quantized they would be read wrong, left out nothing would be gained."""
+    config = GPT2Config(vocab_size=tiny.ROWS, n_embd=64, n_layer=1, n_head=2, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(drafter)
+    with pytest.raises(InputError, match=r"attn.c_attn.weight is no linear layer's.*--dtype bfloat16"):
+        plan_quantize(drafter)
 
 
 def test_a_reload_that_differs_is_a_failure_and_leaves_nothing(
