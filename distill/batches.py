@@ -32,6 +32,21 @@ class Batch:
     row_N: torch.Tensor
     column_N: torch.Tensor
     signal: Signal
+    blocks: Blocks | None = None
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Mask tokens that stand behind a batch's own columns, M a row at most (see `mask_blocks`). The masks' positions come
+    after the plain ones in `row_N`, row by row, block by block.
+    """
+
+    plain: Batch  # the batch without them
+    start_BM: torch.Tensor  # the column that a mask's block follows
+    offset_BM: torch.Tensor  # its place in the block, from 1 on; 0 is padding
+    source_N: torch.Tensor  # the plain position that has the signal of a position's token
+    before_N: torch.Tensor  # the position one offset earlier in the same block; -1 for the plain ones
+    offset_N: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,14 @@ def check_rows(answers: Answers, name: str, *, rows: int, real: int, context: in
             f"{name}: no answer token in {len(lengths)} rows, so there is nothing to learn: generate again"
         )
     return Rows(answers.data.with_format("numpy"), head, tail, real, tokens_P, supervised_P)
+
+
+def ids_in(rows: Rows) -> set[int]:
+    """Every id that some row holds, prompts too."""
+    found: set[int] = set()
+    for start in range(0, len(rows), SLICE):
+        found |= set(np.unique(np.concatenate(rows.data[start : start + SLICE]["input_ids"])).tolist())
+    return found
 
 
 def _slice(data: Any, start: int) -> list[dict[str, Any]]:

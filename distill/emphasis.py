@@ -5,7 +5,19 @@ Shapes: N supervised positions in a batch's order (row by row, answer by answer)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+
+def noise(ids: Sequence[str], row_N: torch.Tensor, seed: int) -> torch.Tensor:
+    """A random number per position [N], on `row_N`'s device: the same however rows are batched and after a resume."""
+    rows = [int.from_bytes(id_.encode()[:7], "big") for id_ in ids]
+    counts = torch.bincount(row_N.cpu(), minlength=len(rows)).tolist()
+    draws = [
+        torch.rand(n, generator=torch.Generator().manual_seed(row + seed)) for row, n in zip(rows, counts, strict=True)
+    ]
+    return torch.cat(draws).to(row_N.device)
 
 
 def starts(row_N: torch.Tensor, column_N: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,9 @@ Shapes: P prompts, R bootstrap resamples.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
 
-from distill.batches import Rows, answer_lengths, collate, tags
+from distill.batches import Batch, Ints, Rows, answer_lengths, collate, tags
 from distill.head import Head, head_scores
 from distill.options import decoder_autocast
 from distill.student import supervised_hidden
@@ -26,6 +26,7 @@ from pairing.bootstrap import interval
 
 LENGTHS = range(1, 9)  # K for which τ is given
 COMPARED_K = 4
+Found = TypeVar("Found")
 MOST_GROUPS = 8  # a tag with more values than this names prompts rather than groups
 
 
@@ -53,24 +54,18 @@ def score_prompts(
     most: int | None = None,
 ) -> list[PromptScore]:
     """Scores the first `most` prompts (None: all), shared out over the ranks and gathered; in the rows' order."""
-    training = model.training
-    model.eval()
-    indices = np.flatnonzero(rows.supervised_P > 0)[:most]
-    by_length = indices[np.argsort(rows.tokens_P[indices], kind="stable")]
-    pieces = [by_length[i : i + batch_size] for i in range(0, len(by_length), batch_size)]
-    mine: list[tuple[int, PromptScore]] = []
-    weight = model.get_output_embeddings().weight
-    with torch.no_grad():
-        for piece in pieces[accelerator.process_index :: accelerator.num_processes]:
-            batch = collate(rows, piece, accelerator.device)
-            with decoder_autocast(accelerator.device, accelerator.mixed_precision == "bf16"):
-                hidden = supervised_hidden(model, batch)
-            scores = head_scores(hidden, weight, batch.signal, Head(rows.real, chunk, block))
-            columns = torch.stack([scores.top1_N, scores.alpha_low_N, scores.alpha_high_N, scores.accepted_N]).cpu()
-            for b, i in enumerate(piece):
-                at = (batch.row_N == b).cpu()
-                top1, low, high, accepted = columns[:, at]
-                score = PromptScore(
+    head, weight = Head(rows.real, chunk, block), model.get_output_embeddings().weight
+
+    def score(batch: Batch, piece: Ints) -> list[PromptScore]:
+        with decoder_autocast(accelerator.device, accelerator.mixed_precision == "bf16"):
+            hidden = supervised_hidden(model, batch)
+        scores = head_scores(hidden, weight, batch.signal, head)
+        columns = torch.stack([scores.top1_N, scores.alpha_low_N, scores.alpha_high_N, scores.accepted_N]).cpu()
+        found = []
+        for b, i in enumerate(piece):
+            top1, low, high, accepted = columns[:, (batch.row_N == b).cpu()]
+            found.append(
+                PromptScore(
                     id=batch.ids[b],
                     tags=tags(rows, int(i)),
                     tokens=len(top1),
@@ -79,9 +74,34 @@ def score_prompts(
                     alpha_high=float(high.double().sum()),
                     accepted=[w.tolist() for w in accepted.int().split(answer_lengths(rows, int(i)))],
                 )
-                mine.append((int(i), score))
+            )
+        return found
+
+    return in_order(accelerator, model, rows, batch_size, most, score)
+
+
+def in_order(
+    accelerator: Accelerator,
+    model: Any,
+    rows: Rows,
+    batch_size: int,
+    most: int | None,
+    score: Callable[[Batch, Ints], list[Found]],
+) -> list[Found]:
+    """`score` of batches of the first `most` prompts, `model` in evaluation mode and without gradient; gathered from all
+    ranks, in the rows' order."""
+    training = model.training
+    model.eval()
+    indices = np.flatnonzero(rows.supervised_P > 0)[:most]
+    by_length = indices[np.argsort(rows.tokens_P[indices], kind="stable")]
+    pieces = [by_length[i : i + batch_size] for i in range(0, len(by_length), batch_size)]
+    mine: list[tuple[int, Found]] = []
+    with torch.no_grad():
+        for piece in pieces[accelerator.process_index :: accelerator.num_processes]:
+            found = score(collate(rows, piece, accelerator.device), piece)
+            mine += [(int(i), one) for i, one in zip(piece, found, strict=True)]
     model.train(training)
-    return [score for _, score in sorted(gather_object(mine), key=lambda pair: pair[0])]
+    return [one for _, one in sorted(gather_object(mine), key=lambda pair: pair[0])]
 
 
 def summary(scores: Sequence[PromptScore]) -> dict[str, Any]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distill.answers import Answers, open_answers, require_target
-from distill.batches import Rows, check_rows
+from distill.batches import Rows, check_rows, ids_in
 from distill.guards import supervised_or_stop
 from pairing.errors import InputError
 from pairing.files import read_json
+from pairing.mask_token import Mask, free_mask, mask_id_of
 from pairing.pair import read_pair
 from pairing.source import load_tokenizer, resolve
 
@@ -49,6 +50,24 @@ def open_inputs(
         note(f"{name}: {len(r)} prompts, {supervised:,} supervised of {tokens:,} tokens ({r.share:.1%})")
     answered_at = float(sets["data"].meta.get("sampling", {}).get("temperature", 0.0))
     return rows.pop("data"), {name.removeprefix("heldout."): r for name, r in rows.items()}, answered_at
+
+
+def choose_mask(draft: Path, texts: Sequence[Rows], named: str | int | None, rows_learn: bool) -> Mask:
+    """The mask of parallel drafting: the `named` token or id, else the one in the draft's config, else a spare special token;
+    in no case one that a text holds. `rows_learn`: the vocabulary's rows are trained too.
+
+    Raises InputError where there is none, or what it learnt would not be written: a padding row of a tied head is held at
+    the mean of the real ones, so that it is never drafted.
+    """
+    config, used = read_json(draft / "config.json"), set().union(*(ids_in(rows) for rows in texts))
+    given = mask_id_of(config) if named is None else named
+    mask = free_mask(draft, given, used, padding=False)
+    if mask.token is None and rows_learn and config.get("tie_word_embeddings", True):
+        raise InputError(
+            f"mask_token={mask.id} is a padding row of a tied head, which does not learn: train with trainable=layers, or name a "
+            "spare special token: masks.token=…"
+        )
+    return mask
 
 
 def require_reference(folder: Path, draft: Path) -> None:

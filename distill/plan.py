@@ -39,7 +39,9 @@ def plan_run(
     per_epoch, total = steps_of(settings, rows, settings.batch_size * settings.accumulation * processes)
     tokens, supervised = int(rows.tokens_P.sum()), int(rows.supervised_P.sum())
     head_passes = 4 if settings.trainable == "layers" else 6
-    products = (6 * body + 2 * sum(frozen.values())) * tokens + head_passes * head.numel() * supervised
+    masks = round(supervised * sum(settings.parallel.shares)) if settings.parallel else 0  # at most: answers end
+    products = 6 * body * (tokens + masks) + 2 * sum(frozen.values()) * tokens
+    products += head_passes * head.numel() * (supervised + masks)
     copy = (
         4 * body if settings.quantizer is not None else 0
     )  # the weights themselves, while their 4-bit values stand in
@@ -50,6 +52,7 @@ def plan_run(
         "prompts": len(rows),
         "tokens": tokens,
         "supervised_tokens": supervised,
+        "mask_tokens": masks,
         "heldout": {n: len(r) for n, r in heldout.items()},
         "processes": processes,
         "steps_per_epoch": per_epoch,

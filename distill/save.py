@@ -11,18 +11,26 @@ import torch
 
 from distill.adapters import check_reload
 from pairing.card import write_card
-from pairing.files import new_folder, read_json
+from pairing.files import new_folder, read_json, write_json
+from pairing.mask_token import with_mask
 from pairing.pair import read_pair, update_pair
 from pairing.rows import settle_padding
 from pairing.source import load_tokenizer
 
 
 def write_drafter(
-    goal: Path, draft: Path, model: Any, evaluation: Mapping[str, Any], how: Mapping[str, Any], data: Path
+    goal: Path,
+    draft: Path,
+    model: Any,
+    evaluation: Mapping[str, Any],
+    how: Mapping[str, Any],
+    data: Path,
+    parallel: Mapping[str, Any] | None = None,
 ) -> None:
     """`goal`: `draft`'s folder with `model`'s weights in the draft's own dtype; all else but pair.json and card is copied.
 
-    `how`: the settings that the card names, beside `evaluation`'s summary of the training. Changes `model`'s type and padding
+    `how`: the settings that the card names, beside `evaluation`'s summary of the training. `parallel`: what pair.json says of
+    parallel drafting, where that was trained; its "mask_id" goes into config.json too. Changes `model`'s type and padding
     rows. Raises PartFailedError where the folder does not load as it was written (fault D16).
     """
     broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
@@ -41,9 +49,11 @@ def write_drafter(
         training = {**evaluation["training"], **how}
         for name, result in evaluation["sets"].items():
             training |= {f"top1 on {name}": result["after"]["top1"], f"tau K=4 on {name}": result["after"]["tau"]["4"]}
+        if parallel is not None:
+            write_json(temp / "config.json", with_mask(read_json(temp / "config.json"), parallel["mask_id"]))
         # what was measured with the draft was not measured with these weights
         stale: dict[str, Any] = {"measurements": [], "serve": None, "formats": None}
-        update_pair(temp, made=[*read_pair(temp)["made"], step], training=training, **stale)
+        update_pair(temp, made=[*read_pair(temp)["made"], step], training=training, parallel_drafting=parallel, **stale)
         write_card(temp, name="drafter")
         check_reload(temp, model)
 

@@ -12,6 +12,7 @@ import torch
 from distill.batches import Rows
 from distill.fake_quantize import Quantizer
 from distill.head import REPORTED
+from distill.mask_blocks import Parallel
 from distill.objective import DraftSampling, Weight, require_losses
 from distill.student import Trainable
 from pairing.errors import InputError
@@ -50,6 +51,7 @@ class Settings:
     on_policy_temperature: float = 1.0
     gradient_checkpointing: bool = False
     compile: bool = False
+    parallel: Parallel | None = None  # trains mask tokens too, so that all drafts of a round come from one pass
     quantizer: Quantizer | None = None  # in the forward pass of the run's last part, and in every evaluation
     quantizer_from: float = 0.9  # the part of the run after which it is
 
@@ -66,6 +68,8 @@ def require_possible(settings: Settings, *, online: bool, reference: bool) -> No
             f"on_policy={settings.on_policy:g}: what the drafter writes has no stored signal, so the target must be online: give "
             "signal=online and target=…"
         )
+    if settings.keep_share < 1 and settings.parallel is not None:
+        raise InputError("keep_share compares with a reference that knows no masks: leave it or parallel_drafting out")
     if settings.keep_share < 1 and not reference:
         raise InputError(
             f"keep_share={settings.keep_share:g} compares with a drafter that was distilled before: give reference=…"

@@ -15,11 +15,12 @@ import torch
 from accelerate import Accelerator
 
 from distill.batches import Batch, Ints, Rows, collate
-from distill.emphasis import starts, survival_weights, worth_learning
+from distill.emphasis import noise, starts, survival_weights, worth_learning
 from distill.fake_quantize import quantized, require_whole
 from distill.guards import finite_or_stop
 from distill.head import REPORTED, AnySignal, Head, Scores, Weigh, head_loss, head_scores
 from distill.losses import LOSSES, Loss, jsd
+from distill.mask_blocks import drawn, reach_weights, signal_of
 from distill.objective import weights_at, without_answers
 from distill.on_policy import continued
 from distill.options import decoder_autocast
@@ -62,6 +63,7 @@ def ready(
     """Prepares `model`, whose requires_grad flags say what learns, for steps on this accelerator's processes."""
     known: dict[str, Loss] = {**LOSSES, "jsd": partial(jsd, beta=settings.jsd_beta)}
     head = Head(rows.real, settings.chunk, settings.block, {name: known[name] for name in settings.reported})
+    signal = signal_of(signal)
 
     def loss_of(model: Any, batch: Batch, weights: Mapping[str, float], step: int) -> tuple[torch.Tensor, Scores]:
         with decoder_autocast(accelerator.device, accelerator.mixed_precision == "bf16"):
@@ -110,12 +112,13 @@ def optimizer_step(run: Run, window: Ints, step: int, progress: float) -> dict[s
     named = {"loss": loss, "kl": stats["forward_kl"], "ce": stats["cross_entropy"]}
     named |= {name: stats[name] for name in weights if name not in REPORTED}
     named |= {"top1": stats["top1"], "alpha": stats["alpha"], "supervised": stats["tokens"]}
+    named |= {name: value for name, value in stats.items() if name.startswith("top1_") and name not in LOSSES}
     return named | {"lr": lr, "grad_norm": norm}
 
 
 def window_gradients(run: Run, window: Ints, weights: Mapping[str, float], step: int) -> dict[str, float]:
     """Leaves the window's gradient in every parameter, on every rank, and returns token means by name: the losses, AGREEMENT,
-    and "tokens", how many positions were supervised.
+    "tokens", how many positions were supervised, and with mask tokens "top1_0" (the plain next token), "top1_1", …
     """
     accelerator, settings, prepared = run.accelerator, run.settings, run.prepared
     rank, ranks = accelerator.process_index, accelerator.num_processes
@@ -127,17 +130,24 @@ def window_gradients(run: Run, window: Ints, weights: Mapping[str, float], step:
     if on_policy(settings, step):
         with whole(prepared):
             batches = [(_continued(run, batch, step), weight) for batch, weight in batches]
+    parallel, offsets = settings.parallel, 0
+    if parallel is not None:
+        batches = [(drawn(batch, parallel, settings.seed + step), weight) for batch, weight in batches]
+        offsets = parallel.num_speculative_tokens
+    if on_policy(settings, step) or parallel is not None:
         counted = torch.tensor(sum(len(b.row_N) for b, weight in batches if weight), device=accelerator.device)
-        tokens = int(accelerator.reduce(counted, "sum"))  # what was written, not what it replaces
+        tokens = int(accelerator.reduce(counted, "sum"))  # what was written, not what it replaces; masks too
     names = (*settings.reported, *AGREEMENT)
-    sums = torch.zeros(len(names), dtype=torch.float64, device=accelerator.device)
+    sums = torch.zeros(len(names) + 2 * offsets, dtype=torch.float64, device=accelerator.device)
     for i, (batch, weight) in enumerate(batches):
         loss, scores = prepared.root(batch, weights, step)
         backward(prepared, loss * (weight / max(tokens, 1)), i == len(batches) - 1, ranks)
-        sums += weight * _sums(scores, settings.reported)
+        sums += weight * torch.cat([_sums(scores, settings.reported), _by_offset(scores, batch, offsets)])
     sum_gradients(prepared, accelerator)
     sums = accelerator.reduce(sums, "sum")
-    return dict(zip(names, (sums / max(tokens, 1)).tolist(), strict=True)) | {"tokens": tokens}
+    means, (hits, counts) = sums[: len(names)] / max(tokens, 1), sums[len(names) :].view(2, offsets)
+    by_offset = {f"top1_{i}": float(h / n) for i, (h, n) in enumerate(zip(hits, counts.clamp(min=1), strict=True))}
+    return dict(zip(names, means.tolist(), strict=True)) | {"tokens": tokens} | by_offset
 
 
 def batch_loss(
@@ -152,7 +162,7 @@ def batch_loss(
     reference: Any = None,
 ) -> tuple[torch.Tensor, Scores]:
     """The weighted loss summed over the batch's positions, each with its factor; and the scores of all positions."""
-    survive = _survival(settings, starts(batch.row_N, batch.column_N), step)
+    survive = _survival(settings, batch, step)
     if settings.keep_share == 1:
         return head_loss(hidden_NH, matrix_VH, signal, weights, head, survive)
     # the losses of all positions first, without gradient; then the gradient of those that are kept
@@ -162,7 +172,7 @@ def batch_loss(
     theirs = head_scores(theirs_NH, reference.get_output_embeddings().weight, signal, head)
     gap_N = scores.losses["forward_kl"] - theirs.losses["forward_kl"]
     if settings.selection == "random":
-        gap_N = _noise(batch, settings.seed + step).to(gap_N.device)
+        gap_N = noise(batch.ids, batch.row_N, settings.seed + step)
     keep_N = worth_learning(gap_N, batch.row_N, settings.keep_share)
     factor_N = torch.ones_like(gap_N) if survive is None else survive(scores.accepted_N, scores.alpha_N, 0)
     kept_N = factor_N[keep_N]
@@ -175,30 +185,33 @@ def _continued(run: Run, batch: Batch, step: int) -> Batch:
     return continued(run.model, batch, run.rows.real, settings.seed + step, settings.on_policy_temperature)
 
 
-def _survival(settings: Settings, first_N: torch.Tensor, step: int) -> Weigh | None:
+def _survival(settings: Settings, batch: Batch, step: int) -> Weigh | None:
     if settings.survival is None:
         return None
+    first_N, blocks, parallel = starts(batch.row_N, batch.column_N), batch.blocks, settings.parallel
     # 1[argmax q = answer] says what the target accepts only where the answer is the target's own
     by_answer = settings.survival == "greedy" and not on_policy(settings, step)
 
     def weigh(accepted_N: torch.Tensor, alpha_N: torch.Tensor, start: int) -> torch.Tensor:
         w_N = accepted_N if by_answer else alpha_N
+        if blocks is not None and parallel is not None:
+            return reach_weights(w_N, blocks, parallel)[start:]
         return survival_weights(w_N, first_N[: len(w_N)], settings.num_speculative_tokens)[start:]
 
     return weigh
-
-
-def _noise(batch: Batch, seed: int) -> torch.Tensor:
-    """A random number per position, the same however rows are batched."""
-    rows = [int.from_bytes(id_.encode()[:7], "big") for id_ in batch.ids]
-    counts = torch.bincount(batch.row_N.cpu(), minlength=len(rows)).tolist()
-    draws = [
-        torch.rand(n, generator=torch.Generator().manual_seed(row + seed)) for row, n in zip(rows, counts, strict=True)
-    ]
-    return torch.cat(draws)
 
 
 def _sums(scores: Scores, losses: tuple[str, ...]) -> torch.Tensor:
     columns = [scores.losses[name] for name in losses]
     columns += [scores.top1_N, scores.alpha_N, scores.alpha_low_N, scores.alpha_high_N]
     return torch.stack([c.double().sum() for c in columns])
+
+
+def _by_offset(scores: Scores, batch: Batch, offsets: int) -> torch.Tensor:
+    """Of each offset: positions whose most likely token is the target's, then all of them [2 · offsets]."""
+    if batch.blocks is None:
+        return scores.top1_N.new_zeros(0)
+    offset_N = batch.blocks.offset_N
+    return torch.cat(
+        [torch.bincount(offset_N, w, offsets) for w in (scores.top1_N.double(), torch.ones_like(scores.top1_N))]
+    )

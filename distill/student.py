@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from distill.batches import Batch
+from distill.mask_blocks import attention, window_of
 from pairing.errors import InputError
 
 Trainable = Literal["all", "layers", "lora", "qlora"]
@@ -35,16 +36,21 @@ def supervised_hidden(model: Any, batch: Batch) -> torch.Tensor:
 
     The columns that all rows of a batch share (a system prompt, few-shot examples) run once, as one row, and every row
     attends to their keys and values. Causal attention makes that exact, gradients too; on chat prompts it saves
-    half of the decoder's work. Rows are padded on the right, so the causal mask alone keeps padding out.
+    half of the decoder's work. Rows are padded on the right, so the causal mask alone keeps padding out. Mask tokens
+    (`batch.blocks`) bring positions and an attention mask of their own.
     """
-    decoder, cache, shared = model.get_decoder(), None, batch.shared
+    decoder, cache, shared, more = model.get_decoder(), None, batch.shared, {}
+    if batch.blocks is not None:
+        window = window_of(decoder.config)
+        shared = 0 if window else shared  # a sliding window's cache drops the columns that left it
+        more = attention(batch.blocks, shared, model.dtype, window)
     if shared:
         cache = decoder(input_ids=batch.input_BL[:1, :shared], use_cache=True).past_key_values
         for layer in cache.layers:
             layer.keys = layer.keys.expand(len(batch.input_BL), -1, -1, -1)
             layer.values = layer.values.expand(len(batch.input_BL), -1, -1, -1)
             layer.update = _kept_as_it_is(layer)
-    out = decoder(input_ids=batch.input_BL[:, shared:], past_key_values=cache, use_cache=cache is not None)
+    out = decoder(input_ids=batch.input_BL[:, shared:], past_key_values=cache, use_cache=cache is not None, **more)
     for layer in cache.layers if cache is not None else ():
         del layer.update  # it refers to its layer: a circle would keep both until the next collection
     return out.last_hidden_state[batch.row_N, batch.column_N - shared]

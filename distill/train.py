@@ -20,6 +20,7 @@ from accelerate.utils import broadcast_object_list
 from distill.batches import Rows, collate, windows
 from distill.checkpoint import load_checkpoint, save_checkpoint
 from distill.evaluate import score_prompts, summary
+from distill.evaluate_parallel import rounds_summary, score_rounds
 from distill.fake_quantize import quantized
 from distill.guards import spike_or_stop
 from distill.objective import weights_at
@@ -204,26 +205,28 @@ def _save(run: Run, out: _Out, at: Position, figure: float | None) -> None:
 
 
 def _evaluate(run: Run, heldout: Mapping[str, Rows], step: int, out: _Out) -> float | None:
-    """Scores and logs every held-out set; returns the mean of their τ at the served K, None where there is none.
+    """Scores and logs every held-out set; returns the mean of their τ at the served K, None where there is none. Where
+    parallel drafting is trained, that is τ as it drafts in parallel.
 
     With a quantizer it is the 4-bit copy that is scored, from the first evaluation on: it is what will be served, and the
     best checkpoint is to be its best.
     """
-    settings, found = run.settings, []
+    settings, parallel, found = run.settings, run.settings.parallel, []
+    sizes: dict[str, Any] = {"batch_size": settings.batch_size, "chunk": settings.chunk, "block": settings.block,
+             "most": settings.eval_prompts}  # fmt: skip
     with whole(run.prepared), quantized(run.model, settings.quantizer):
         for name, rows in heldout.items():
-            scores = score_prompts(
-                run.accelerator,
-                run.model,
-                rows,
-                batch_size=settings.batch_size,
-                chunk=settings.chunk,
-                block=settings.block,
-                most=settings.eval_prompts,
-            )
-            _log(out, {"kind": "eval", "step": step, "set": name} | summary(scores))
-            accepted = [w for s in scores for w in s.accepted]
-            found.append(replay(accepted, settings.num_speculative_tokens).acceptance_length)
+            scores = score_prompts(run.accelerator, run.model, rows, **sizes)
+            row: dict[str, Any] = {"kind": "eval", "step": step, "set": name} | summary(scores)
+            tau = replay([w for s in scores for w in s.accepted], settings.num_speculative_tokens).acceptance_length
+            if parallel is not None:
+                K = max(settings.num_speculative_tokens, parallel.num_speculative_tokens)
+                rounds = rounds_summary(score_rounds(run.accelerator, run.model, rows, parallel.mask_id, K, **sizes))
+                row["parallel"] = rounds
+                served = rounds["tau"][str(settings.num_speculative_tokens)]
+                tau = math.nan if served is None else served
+            _log(out, row)
+            found.append(tau)
     known = [tau for tau in found if math.isfinite(tau)]  # of answers of one token there is no round
     return sum(known) / len(known) if known else None
 
@@ -241,7 +244,9 @@ def _log(out: _Out, row: dict[str, Any]) -> None:
         ) from e
     prefix = f"{row['kind']}/{row['set']}" if "set" in row else row["kind"]
     flat = {f"{prefix}/{k}": v for k, v in row.items() if isinstance(v, int | float)}
-    flat |= {f"{prefix}/tau_{K}": v for K, v in row.get("tau", {}).items() if v is not None}
+    taus = {f"tau_{K}": v for K, v in row.get("tau", {}).items()}
+    taus |= {f"parallel_tau_{K}": v for K, v in row.get("parallel", {}).get("tau", {}).items()}
+    flat |= {f"{prefix}/{name}": v for name, v in taus.items() if v is not None}
     out.send(flat, row["step"])
 
 

@@ -33,6 +33,7 @@ class Arm:
     num_speculative_tokens: int = 0
     draft_sample_method: str = "greedy"  # argmax drafting, vLLM's default
     prompt_lookup: tuple[int, int] = (2, 4)  # n-gram lengths, shortest and longest
+    parallel_drafting: bool = False  # all drafts of a round from one pass of the drafter
 
     def speculation(self) -> dict[str, Any] | None:
         """The --speculative-config of this arm."""
@@ -43,6 +44,7 @@ class Arm:
             low, high = self.prompt_lookup
             return {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": low, "prompt_lookup_max": high}
         words: dict[str, Any] = {"method": "draft_model", "model": str(self.model), "num_speculative_tokens": k}
+        words |= {"parallel_drafting": True} if self.parallel_drafting else {}
         return (
             words if self.draft_sample_method == "greedy" else words | {"draft_sample_method": self.draft_sample_method}
         )

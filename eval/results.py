@@ -75,6 +75,7 @@ def _row(
         **cell,
         "num_speculative_tokens": arm.num_speculative_tokens,
         "draft_sample_method": arm.draft_sample_method if arm.kind == "draft_model" else None,
+        "parallel_drafting": arm.parallel_drafting if arm.kind == "draft_model" else None,
         "void": void,
         "prompts": len({r["id"] for r in requests}),
         "repeats": len({r["repeat"] for r in requests}),

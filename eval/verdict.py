@@ -26,8 +26,8 @@ def judge(results: Sequence[Row], evaluation: Mapping[str, Any] | None = None) -
     judged alike and named. Returns {"answer": "deploy"|"do not deploy"|"not measurable", "sentence", "best": arm|None,
     "alarms": [str], "void": [{"arm", "workload", "num_speculative_tokens", "reason"}],
     "cells": [{"workload", "temperature", "concurrency", "arms": [arm]}]}, fastest arm first, where an arm is {"arm",
-    "kind", "model", "num_speculative_tokens", "draft_sample_method", "speedup", "interval", "acceptance_length",
-    "draft_acceptance_rate", "exact_match", "answer": "faster"|"slower"|"no measurable difference"|
+    "kind", "model", "num_speculative_tokens", "draft_sample_method", "parallel_drafting", "speedup", "interval",
+    "acceptance_length", "draft_acceptance_rate", "exact_match", "answer": "faster"|"slower"|"no measurable difference"|
     "differs from the target"|"void"|"not measurable", "reason"}.
     """
     rows = latest(results)
@@ -101,7 +101,7 @@ def _cell(key: tuple[Any, ...], rows: Sequence[Row]) -> dict[str, Any]:
 
 def _arm(row: Row, target: Row | None) -> dict[str, Any]:
     answer, reason = _arm_answer(row, target)
-    keys = ("arm", "kind", "model", "num_speculative_tokens", "draft_sample_method", "acceptance_length",
+    keys = ("arm", "kind", "model", "num_speculative_tokens", "draft_sample_method", "parallel_drafting", "acceptance_length",
             "draft_acceptance_rate", "exact_match")  # fmt: skip
     measured = answer not in ("void", "not measurable")
     return {k: row.get(k) for k in keys} | {
@@ -292,7 +292,7 @@ def serve_with(verdict: Row, target: str | None, pair: Mapping[str, Any] | None)
     """What to serve with, by `verdict` (of `judge`): {"arm", "model", "num_speculative_tokens", "draft_sample_method",
     "command"}; the target alone where nothing gains; None where nothing is known.
 
-    `pair` is the pair.json of the best arm's own drafter: its line is taken where it is for this K.
+    `pair` is the pair.json of the best arm's own drafter: its line is taken where it is for this K and way of drafting.
     """
     best = verdict["best"]
     if target is None or verdict["answer"] == "not measurable":
@@ -301,13 +301,17 @@ def serve_with(verdict: Row, target: str | None, pair: Mapping[str, Any] | None)
         keys = ("arm", "model", "num_speculative_tokens", "draft_sample_method")
         return dict.fromkeys(keys) | {"arm": "target", "command": f"vllm serve {shlex.quote(target)}"}
     own = (pair or {}).get("serve") or {}
-    command = own.get("command") if own.get("num_speculative_tokens") == best["num_speculative_tokens"] else None
+    parallel = bool(best.get("parallel_drafting"))
+    same = own.get("num_speculative_tokens") == best["num_speculative_tokens"]
+    command = own.get("command") if same and bool(own.get("parallel_drafting")) == parallel else None
     if best["kind"] != "draft_model" or not command:
         config = {"method": best["kind"], "num_speculative_tokens": best["num_speculative_tokens"]}
         if best["kind"] == "draft_model":
             config["model"] = best["model"]
         if best["draft_sample_method"] not in (None, "greedy"):
             config["draft_sample_method"] = best["draft_sample_method"]
+        if parallel:
+            config["parallel_drafting"] = True
         command = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(config))}"
     return {k: best[k] for k in ("arm", "model", "num_speculative_tokens", "draft_sample_method")} | {
         "command": command

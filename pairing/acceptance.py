@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -84,11 +84,30 @@ def replay(
     Where no round reaches a position, its conditional is that of the position before it. Without any round τ is nan.
     """
     K = num_speculative_tokens
+    rounds = []
+    for w in w_per_prompt:
+        padded = np.concatenate([np.asarray(w, dtype=np.float64), np.zeros(K)])
+        rounds.append(np.lib.stride_tricks.sliding_window_view(padded, K)[: len(w)])
+    return replay_rounds(rounds, K, past_end)
+
+
+def replay_rounds(
+    w_per_prompt: Sequence[NDArray[Any]],
+    num_speculative_tokens: int,
+    past_end: Literal["rejected", "alike"] = "rejected",
+) -> Replay:
+    """`replay` where a draft depends on where its round began: `w_per_prompt[p][s, j]` [T, ≥ K] is the chance that draft j of a
+    round that starts with s answer tokens known, so the one for answer position s + j, is accepted if those before it were.
+
+    A drafter that writes all K at once sees the s tokens and none of its own drafts; one that drafts one by one sees, as long as
+    it is accepted, the text itself: then w[s, j] is the w of position s + j.
+    """
+    K = num_speculative_tokens
     n_P = np.array([len(w) for w in w_per_prompt], dtype=np.int64)
     P, T = len(n_P), int(n_P.max(initial=0))
-    w_PT = np.zeros((P, T + K + 1))
+    w_PTK = np.zeros((P, T, K))
     for p, w in enumerate(w_per_prompt):
-        w_PT[p, : len(w)] = w
+        w_PTK[p, : len(w)] = w[:, :K]
     visit_PS = np.zeros((P, T + K + 2))  # chance that a round starts with s answer tokens known
     visit_PS[:, 1] = 1.0
     at_risk, accepted, cut, rounds = np.zeros((P, K)), np.zeros((P, K)), np.zeros((P, K)), np.zeros(P)
@@ -101,7 +120,7 @@ def replay(
             if past_end == "rejected":
                 at_risk[:, j] += run_P * ~known_P
             run_P = run_P * known_P
-            ok_P = run_P * w_PT[:, s + j]
+            ok_P = run_P * w_PTK[:, s, j]
             at_risk[:, j] += run_P
             accepted[:, j] += ok_P
             visit_PS[:, s + j + 1] += run_P - ok_P  # j accepted and the target's own token

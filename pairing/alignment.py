@@ -17,6 +17,7 @@ from pairing.compare_chat import compare_special_ids, compare_templates
 from pairing.compare_rows import compare_rows, head_findings
 from pairing.compare_tokens import compare_segmentation, compare_tokens, tokens_by_id
 from pairing.finding import LEVELS, USERS, Finding
+from pairing.mask_token import mask_findings
 from pairing.serving import compare_context, context, engine_findings, overridden, shard_findings, stateful
 from pairing.side import read_side
 from pairing.source import ModelSource
@@ -65,6 +66,7 @@ def check_pair(
         *head_findings(t, "target"),
         *head_findings(d, "drafter"),
         *compare_special_ids(t, d),
+        *mask_findings(d, d_tokens),
         *(compare_segmentation(t.tokenizer, d.tokenizer, t_tokens) if same else []),
         *compare_templates(t.tokenizer, d.tokenizer),
         *compare_context(t.text, d.text, hf_overrides),

@@ -30,6 +30,7 @@ def render_card(pair: dict[str, Any], name: str) -> str:
     lines += ["## Made", *(f"{i}. {_step(step)}" for i, step in enumerate(pair["made"], 1)), ""]
     for title, key in (
         ("Training", "training"),
+        ("Parallel drafting", "parallel_drafting"),
         ("Alignment", "alignment"),
         ("Quantization", "quantization"),
         ("Which form to serve", "formats"),
@@ -75,5 +76,7 @@ def _serve_line(pair: dict[str, Any], name: str) -> str:
         return (
             f"draftsmith serve {shlex.quote(name)}"  # vLLM takes neither by its name; ours makes a folder of it first
         )
-    config = json.dumps({"method": "draft_model", "model": name, "num_speculative_tokens": 4})
-    return shlex.join(["vllm", "serve", target["name"], "--speculative-config", config])
+    config = {"method": "draft_model", "model": name, "num_speculative_tokens": 4}
+    if parallel := pair.get("parallel_drafting"):
+        config |= {"num_speculative_tokens": parallel["num_speculative_tokens"], "parallel_drafting": True}
+    return shlex.join(["vllm", "serve", target["name"], "--speculative-config", json.dumps(config)])

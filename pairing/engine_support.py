@@ -28,6 +28,7 @@ class Support:
     multimodal: bool
     seen: str  # where we know it from
     w4a16: bool = True  # kernels for group-wise 4-bit integers
+    parallel: bool = False  # drafts all tokens in one pass (on V1 alone)
 
 
 # By the oldest version that it holds for, and back end; an installed version takes the newest line at or below its own.
@@ -35,8 +36,10 @@ SUPPORT: dict[tuple[str, str], Support] = {
     ("0.0", "cuda"): Support(False, False, False, "vLLM issue 31883: 0.13.0 refuses draft_model"),
     ("0.0", "cpu"): Support(False, False, False, "vLLM issue 28384: the CPU runner asserts that nothing speculates"),
     ("0.14", "cuda"): Support(True, False, False, "vLLM PR 24322; issue 42005: 0.20.1 refuses multimodal targets"),
-    ("0.32", "cuda"): Support(True, True, True, "read in 0.32.0; the V1 runner was run, V2 was not"),
-    ("0.32", "cpu"): Support(True, False, True, "run with 0.32.0; V2 asks for a Triton with a CPU back end"),
+    ("0.32", "cuda"): Support(True, True, True, "read in 0.32.0; the V1 runner was run, V2 was not", parallel=True),
+    ("0.32", "cpu"): Support(
+        True, False, True, "run with 0.32.0; V2 asks for a Triton with a CPU back end", parallel=True
+    ),
 }
 
 
@@ -70,7 +73,7 @@ def probe(backend: str, package: Path | None = None) -> Support | None:
     file, name = kernels[backend]
     w4a16 = any(name in text(f"model_executor/{place}/mixed_precision/{file}") for place in KERNELS)
     multimodal = bool(proposers) and "_raise_if_multimodal" not in proposers
-    return Support(v1, v2, multimodal, f"read in {package}", w4a16)
+    return Support(v1, v2, multimodal, f"read in {package}", w4a16, v1 and "pard_token" in proposers)
 
 
 def support_findings(installed: Engine, found: Support | None, multimodal: bool, serving: Serving) -> list[Finding]:
@@ -79,7 +82,7 @@ def support_findings(installed: Engine, found: Support | None, multimodal: bool,
     actual = found or listed
     build = f"vLLM {installed.version} ({installed.backend})"
     findings = []
-    parts = ("v1", "v2", "multimodal")
+    parts = ("v1", "v2", "multimodal", "parallel")
     if found and (differ := [p for p in parts if getattr(found, p) != getattr(listed, p)]):
         what = f"{build} is not as our table says ({', '.join(differ)}; {listed.seen}): its own source is believed"
         findings.append(Finding("info", what, "engine", ""))
@@ -92,6 +95,13 @@ def support_findings(installed: Engine, found: Support | None, multimodal: bool,
     elif serving.force_v2 is False and not actual.v1:
         what = f"VLLM_USE_V2_MODEL_RUNNER=0 forces a runner that has no draft_model in {build} ({actual.seen})"
         findings.append(stop(what, "engine", f"unset VLLM_USE_V2_MODEL_RUNNER; {OFFLINE}"))
+    if serving.speculation("").get("parallel_drafting") and not any(f.level == "blocks" for f in findings):
+        fix = "leave parallel_drafting out (the same drafter drafts one by one too)"
+        if not actual.parallel:
+            findings.append(stop(f"{build} has no parallel_drafting for draft models ({actual.seen})", "engine", fix))
+        elif serving.force_v2 is True:
+            what = "VLLM_USE_V2_MODEL_RUNNER=1 forces a runner that has no parallel_drafting for draft models"
+            findings.append(stop(what, "engine", f"unset VLLM_USE_V2_MODEL_RUNNER, or {fix}"))
     if multimodal and not actual.multimodal:
         what = f"{build} refuses draft models beside a multimodal target ({actual.seen})"
         findings.append(stop(what, "engine", f"serve the target's text model alone, or update vLLM; {OFFLINE}"))

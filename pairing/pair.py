@@ -26,6 +26,7 @@ def new_pair(target: ModelSource, made: dict[str, Any]) -> dict[str, Any]:
         "alignment": None,
         "quantization": None,
         "training": None,
+        "parallel_drafting": None,
         "measurements": [],
         "serve": None,
         "formats": None,

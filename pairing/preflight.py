@@ -17,6 +17,7 @@ from pairing.errors import InputError
 from pairing.files import read_json
 from pairing.finding import LEVELS, Finding
 from pairing.four_bit import four_bit_findings
+from pairing.parallel_drafting import parallel_findings, trained_findings
 from pairing.serving_plan import Memory, Model, Serving, serve_line, served_length
 from pairing.source import ModelSource, servable
 from pairing.speculative_config import speculation_findings
@@ -34,7 +35,7 @@ def preflight(
     found: Support | None = None,
 ) -> list[Finding]:
     """Everything that can be known before a start; "blocks" means: do not start. `found` is what `probe` says."""
-    findings = speculation_findings(serving)
+    findings = [*speculation_findings(serving), *parallel_findings(drafter.config, serving)]
     if installed is None:
         findings.append(
             Finding("info", "vLLM is not installed here: its version's limits are not checked", "engine", "")
@@ -67,6 +68,7 @@ def preflight_report(target: ModelSource, drafter: ModelSource, serving: Serving
     installed = engine()
     memory = device_memory(installed.backend if installed else "cpu")
     findings = preflight(t, d, serving, installed, memory, probe(installed.backend) if installed else None)
+    findings += trained_findings(drafter.path, serving)
     findings.sort(key=lambda f: LEVELS.index(f.level))
     return {
         "starts": not any(f.level == "blocks" for f in findings),

@@ -4,6 +4,7 @@ draftsmith distill draft=runs/init data=runs/answers out=runs/distill heldout.or
 accelerate launch recipes/distill.py target=./my-target draft=runs/init data=runs/answers signal=online on_policy=0.2
 accelerate launch --config_file recipes/configs/accelerate/one_process.yaml recipes/distill.py --config my.yaml lr=1e-3
 torchrun --nproc_per_node 2 recipes/distill.py draft=… data=… out=… epochs=3 losses.lk_hybrid=1
+draftsmith distill draft=… data=… out=… heldout.own=… parallel_drafting=8 num_speculative_tokens=6
 
 The same command goes on where it was stopped. The trained drafter is OUT/drafter.
 """
@@ -32,9 +33,11 @@ from distill.adapters import attach, drift, load_in_4bit, merged
 from distill.batches import Rows
 from distill.checkpoint import Which, load_weights
 from distill.evaluate import compare, score_prompts, verdict, verdict_of_copy
+from distill.evaluate_parallel import compare_rounds, score_rounds
 from distill.fake_quantize import Format, Quantizer, quantized, require_whole
 from distill.guards import tracker
-from distill.inputs import open_inputs, require_reference
+from distill.inputs import choose_mask, open_inputs, require_reference
+from distill.mask_blocks import Parallel
 from distill.objective import Weight, auto
 from distill.options import give_back_memory
 from distill.parallel import kind_of
@@ -93,6 +96,15 @@ class LoraConfig(Strict):
     """of a layer's inputs on their way through the factors"""
     vocabulary: bool = False
     """adapts the embedding and the head too"""
+
+
+class MaskConfig(Strict):
+    keep: float = Field(default=0.5, gt=0, le=1)
+    """the mask at offset i of a round is trained with chance max(keep^i, least), so that a step stays cheap (PARD)"""
+    least: float = Field(default=0.1, gt=0, le=1)
+    """see keep"""
+    token: int | str | None = None
+    """the mask token or its id; null: the draft config's own, else a spare special token"""
 
 
 class DistillConfig(Strict):
@@ -156,6 +168,10 @@ class DistillConfig(Strict):
     """tokens drafted a round, as served: for survival and for the best checkpoint"""
     survival: bool = False
     """weights positions by their chance to be reached in a round"""
+    parallel_drafting: int | None = Field(default=None, ge=2, le=64)
+    """also trains mask tokens, so that up to so many drafts come from one pass (vLLM's parallel_drafting); docs/parallel.md"""
+    masks: MaskConfig = MaskConfig()
+    """with parallel_drafting"""
     reference: Path | None = None
     """a drafter that was distilled before: with keep_share, the positions where it is ahead are learnt"""
     keep_share: float = Field(default=1.0, gt=0, le=1)
@@ -215,6 +231,10 @@ class DistillConfig(Strict):
                 "run a short part on the result with trainable=layers quantizer_from=0"
             )
         self._require_used(given)
+        if self.keep_share < 1 and self.parallel_drafting is not None:
+            raise ValueError(
+                "keep_share compares with a reference that knows no masks: leave it or parallel_drafting out"
+            )
         if self.keep_share < 1 and self.reference is None:
             raise ValueError("keep_share compares with a drafter that was distilled before: give reference=…")
         if self.reference is not None and self.keep_share == 1:
@@ -229,6 +249,7 @@ class DistillConfig(Strict):
             "target_dtype": (online, "signal=online"),
             "target_device": (online, "signal=online"),
             "lora": (adapters, "trainable=lora or qlora"),
+            "masks": (self.parallel_drafting is not None, "parallel_drafting"),
             "jsd_beta": ("jsd" in given, "losses.jsd"),
             "quantizer_from": (self.quantizer is not None, "quantizer=nf4 or w4a16"),
             "quantizer_group_size": (self.quantizer == "w4a16", "quantizer=w4a16"),
@@ -267,12 +288,15 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         require_reference(config.reference, draft)
     if config.signal == "cached":
         require_recorded(rows, config.top_logprobs)
-    settings, why = _settings(config, answered_at)
+    parallel, said = _parallel(config, draft, [rows, *heldout.values()])
+    settings, why = _settings(config, answered_at, parallel)
     if settings.quantizer is not None:
         # whether the format holds it at all; where it will be served is not known here
         plan_quantize(draft, Choice(settings.quantizer.format, group_size=config.quantizer_group_size, serve_on="cuda"))
         require_whole(kind_of(accelerator))
     notes.print(f"losses: {why}", markup=False)
+    if said is not None:
+        notes.print(_masks_line(config, said), markup=False)
     if dry_run:
         sizes = plan_run(_student(config), config.draft, _beside(config, accelerator), settings, rows, heldout,
                          accelerator.num_processes, accelerator.device)  # fmt: skip
@@ -298,6 +322,10 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         sizes = {"batch_size": config.batch_size, "chunk": config.chunk, "block": config.block}
         scores = [score_prompts(accelerator, m, held, **sizes) for m in (before, model)]
         sets[name] = compare(*scores)
+        if parallel is not None:
+            K = max(config.num_speculative_tokens, parallel.num_speculative_tokens)
+            old, new = (score_rounds(accelerator, m, held, parallel.mask_id, K, **sizes) for m in (before, model))
+            sets[name]["parallel"] = compare_rounds(old, new, config.num_speculative_tokens)
         if settings.quantizer is not None:
             with quantized(model, settings.quantizer):
                 copy = compare(scores[1], score_prompts(accelerator, model, held, **sizes))
@@ -311,7 +339,7 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
             append_jsonl(config.out / "evaluation_prompts.jsonl", line)
         write_json(config.out / "evaluation.json", evaluation)
         how = config.model_dump(mode="json", include={"lr", "seed", "trainable"})
-        write_drafter(config.out / "drafter", config.draft, model, evaluation, how, config.data)
+        write_drafter(config.out / "drafter", config.draft, model, evaluation, how, config.data, said)
     return _result(config, evaluation)
 
 
@@ -404,7 +432,26 @@ def _accelerator(config: DistillConfig) -> Accelerator:
     return accelerator
 
 
-def _settings(config: DistillConfig, answered_at: float) -> tuple[Settings, str]:
+def _parallel(config: DistillConfig, draft: Path, texts: list[Rows]) -> tuple[Parallel | None, dict[str, Any] | None]:
+    """How masks are trained, and what pair.json says of it."""
+    if config.parallel_drafting is None:
+        return None, None
+    rows_learn = config.trainable == "all" or (config.trainable in ("lora", "qlora") and config.lora.vocabulary)
+    mask = choose_mask(draft, texts, config.masks.token, rows_learn)
+    parallel = Parallel(config.parallel_drafting, mask.id, config.masks.keep, config.masks.least)
+    said = {"num_speculative_tokens": config.parallel_drafting, "mask_id": mask.id, "mask_token": mask.token}
+    return parallel, said
+
+
+def _masks_line(config: DistillConfig, said: dict[str, Any]) -> str:
+    trained, served, token = said["num_speculative_tokens"], config.num_speculative_tokens, said["mask_token"]
+    line = f"parallel drafting: {trained} tokens a pass; mask {said['mask_id']} ({repr(token) if token else 'a padding row'})"
+    if served > trained:
+        line += f"; num_speculative_tokens={served} is more than that: the drafts past {trained} are not trained"
+    return line
+
+
+def _settings(config: DistillConfig, answered_at: float, parallel: Parallel | None = None) -> tuple[Settings, str]:
     """The loop's settings, and in one sentence what is minimised and why."""
     served_at = answered_at if config.serve_temperature is None else config.serve_temperature
     losses, why = config.losses.given(), "as given"
@@ -416,7 +463,7 @@ def _settings(config: DistillConfig, answered_at: float) -> tuple[Settings, str]
     if config.quantizer is not None:
         dtype = getattr(torch, stored_dtype(config.draft))
         quantizer = Quantizer(config.quantizer, config.quantizer_group_size, dtype)
-    settings = Settings(**values, losses=losses, survival=survival, quantizer=quantizer)
+    settings = Settings(**values, losses=losses, survival=survival, parallel=parallel, quantizer=quantizer)
     require_possible(settings, online=config.signal == "online", reference=config.reference is not None)
     said = ", ".join(
         f"{name} {weight if isinstance(weight, list) else f'{weight:g}'}" for name, weight in losses.items()
@@ -471,6 +518,12 @@ def _plain(result: dict[str, Any]) -> str:
             f"{name}: {s['prompts']} prompts; top-1 {b['top1']:.3f} -> {a['top1']:.3f}; alpha {a['alpha_low']:.3f} to "
             f"{a['alpha_high']:.3f}; acceptance length at K=4 {b['tau']['4']} -> {a['tau']['4']}"
         )
+        if p := s.get("parallel"):
+            k = p["num_speculative_tokens"]
+            lines.append(
+                f"{name}, all drafts in one pass: acceptance length at K={k} {p['before']['tau'][str(k)]} -> "
+                f"{p['after']['tau'][str(k)]}; top-1 by offset {[round(x, 3) for x in p['after']['top1_by_offset'] if x]}"
+            )
     return "\n".join([*lines, f"wrote {result['drafter']}"])
 
 

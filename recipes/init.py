@@ -27,6 +27,7 @@ from pairing.decode_time import BLOCK, BLOCKS, CONTEXT, engine_name, open_timer
 from pairing.errors import InputError
 from pairing.files import read_json
 from pairing.init import Width, chosen_width, fit_budget, init_drafter, init_from_config, plan_init, spaced
+from pairing.mask_token import Mask, free_mask, write_mask
 from pairing.source import ModelSource, load_model, resolve
 from pairing.step_budget import fit_step, parse_limit
 from pairing.transplant import plan_transplant, transplant
@@ -84,6 +85,8 @@ class InitConfig(Strict):
     """a config.json whose model is made with random weights"""
     seed: int = 0
     """with config: of the random weights"""
+    mask_token: str | int | None = None
+    """names a mask in the drafter's config for parallel drafting: a token, an id, or auto: one that nothing else uses"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """casts the weights; null keeps the target's type (with config: float32)"""
 
@@ -163,8 +166,24 @@ def chosen_on_text(
 
 
 def run(config: InitConfig) -> dict[str, Any]:
-    """Makes the drafter and returns its figures: drafter, target, layers, of, width, dtype, parameters, bytes."""
+    """Makes the drafter and returns its figures: drafter, target, layers, of, width, dtype, parameters, bytes; mask_id."""
     target = resolve(config.target)
+    mask = chosen_mask(config, target)
+    result = make(config, target)
+    if mask is None:
+        return result
+    write_mask(config.out, mask)
+    return result | {"mask_id": mask.id, "mask_token": mask.token}
+
+
+def chosen_mask(config: InitConfig, target: ModelSource) -> Mask | None:
+    """By the target's tokenizer and rows, which the drafter gets."""
+    if config.mask_token is None:
+        return None
+    return free_mask(target.path, None if config.mask_token == "auto" else config.mask_token)
+
+
+def make(config: InitConfig, target: ModelSource) -> dict[str, Any]:
     if config.donor is not None:
         return transplant(target, resolve(config.donor), config.out, config.map)
     if config.config is not None:
@@ -219,10 +238,20 @@ def main(argv: list[str]) -> int:
     if target.note:
         notes.print(target.note, markup=False)
     result = dry(config, target) if args.dry_run else run(config)
+    if args.dry_run and (mask := chosen_mask(config, target)):
+        result |= {"mask_id": mask.id, "mask_token": mask.token}
     if args.json:
         print(json.dumps(result, indent=2, ensure_ascii=False))
         return 0
-    what = f"{'would write' if args.dry_run else 'wrote'} {result['drafter']}"
+    show(config, args.dry_run, result)
+    if "mask_id" in result:
+        token = repr(result["mask_token"]) if result["mask_token"] else "a padding row"
+        print(f"mask for parallel drafting: {result['mask_id']} ({token})")
+    return 0
+
+
+def show(config: InitConfig, dry_run: bool, result: dict[str, Any]) -> None:
+    what = f"{'would write' if dry_run else 'wrote'} {result['drafter']}"
     if config.donor is not None:
         counts = ", ".join(
             f"{result[how]} {how}" for how in ("user", "copied", "role", "pieces", "mean") if how in result
@@ -242,7 +271,6 @@ def main(argv: list[str]) -> int:
         )
         if step := result.get("draft_step"):
             print(draft_step_line(step))
-    return 0
 
 
 if __name__ == "__main__":

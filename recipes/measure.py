@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,17 +25,21 @@ from pydantic import Field
 from rich.console import Console
 
 from distill.answers import Answers, open_answers, require_target
-from distill.batches import check_rows
+from distill.batches import Rows, check_rows
 from distill.evaluate import score_prompts
+from distill.evaluate_parallel import score_rounds
 from eval import server
 from eval.measure import Arm, Plan, Request, measure
 from eval.report import markdown_results
 from eval.results import write_results
-from pairing.acceptance import replay
+from pairing.acceptance import replay, replay_rounds
 from pairing.alignment import check_pair, tokens_by_id
 from pairing.engine import Engine, require_vllm
 from pairing.errors import InputError
+from pairing.files import read_json
+from pairing.mask_token import mask_id_of
 from pairing.pair import update_pair
+from pairing.parallel_drafting import trained_findings
 from pairing.preflight import Serving, require_start
 from pairing.source import ModelSource, load_model, load_tokenizer, resolve
 from recipes.config import Strict, guarded, parse
@@ -63,6 +68,10 @@ class MeasureConfig(Strict):
     """K, of every arm that drafts"""
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     """how drafters draw: argmax, or from their distribution"""
+    parallel_drafting: Literal["both", "only", "off"] = "both"
+    """of drafters that were trained for it: measured both ways, the arm NAME-parallel taking all drafts from one pass"""
+    parallel_num_speculative_tokens: int | None = Field(default=None, ge=1, le=32)
+    """K of the parallel arms, whose drafts cost less and so may be more; null: num_speculative_tokens"""
     ngram: bool = True
     """measure vLLM's n-gram proposer too"""
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(default=[0.0], min_length=1)
@@ -107,7 +116,7 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
         if not report["aligned"]:
             worst = next(f for f in report["findings"] if f["level"] in ("blocks", "repairable"))
             raise InputError(f"drafters.{name}: {drafter} does not fit the target: {worst['what']} ({worst['fix']})")
-        arms.append(Arm(name, "draft_model", drafter, config.num_speculative_tokens, config.draft_sample_method))
+        arms += drafter_arms(config, name, drafter)
     if config.ngram:
         arms.append(Arm("ngram", "ngram", None, config.num_speculative_tokens))
     answers = {name: open_answers(w.answers) for name, w in config.workloads.items()}
@@ -140,6 +149,16 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
     return plan, target, answers
 
 
+def drafter_arms(config: MeasureConfig, name: str, drafter: Path) -> list[Arm]:
+    """One by one, in parallel, or both where the drafter's config names a mask token."""
+    one = Arm(name, "draft_model", drafter, config.num_speculative_tokens, config.draft_sample_method)
+    if config.parallel_drafting == "off" or mask_id_of(read_json(drafter / "config.json")) is None:
+        return [one]
+    K = config.parallel_num_speculative_tokens or config.num_speculative_tokens
+    parallel = replace(one, name=f"{name}-parallel", num_speculative_tokens=K, parallel_drafting=True)
+    return [parallel] if config.parallel_drafting == "only" else [one, parallel]
+
+
 def preflight_of(settings: server.Settings, arm: Arm, backend: str) -> Serving:
     """What an arm asks of the engine, for pairing.preflight to look at before anything starts."""
     forced = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
@@ -150,7 +169,8 @@ def preflight_of(settings: server.Settings, arm: Arm, backend: str) -> Serving:
         dtype=settings.dtype,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         kv_cache_gib=settings.kv_cache_gib if backend == "cpu" else None,
-        speculative_config={"draft_sample_method": arm.draft_sample_method},
+        speculative_config={"draft_sample_method": arm.draft_sample_method}
+        | ({"parallel_drafting": True} if arm.parallel_drafting else {}),
         force_v2=None if forced is None else forced == "1",
     )
 
@@ -185,12 +205,23 @@ def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[s
                 real=real,
                 context=model.config.max_position_embeddings,
             )
-            scores = score_prompts(accelerator, model, rows, batch_size=8)
-            accepted = {s.id: s.accepted[-1] for s in scores}  # of the answer that is asked for
+            accepted, K = last_rounds(accelerator, model, rows, arm), arm.num_speculative_tokens
             for group in {None, *(r.group for r in requests)}:
                 w = [accepted[r.id] for r in requests if group in (None, r.group) and r.id in accepted]
-                out[arm.name, name, group] = replay(w, arm.num_speculative_tokens).acceptance_length
+                out[arm.name, name, group] = (replay_rounds if arm.parallel_drafting else replay)(
+                    w, K
+                ).acceptance_length
     return out
+
+
+def last_rounds(accelerator: Accelerator, model: Any, rows: Rows, arm: Arm) -> dict[str, Any]:
+    """What is accepted of each prompt's last answer, which is the one that is asked for, as `replay` or `replay_rounds`
+    takes it."""
+    mask = mask_id_of(model.config.to_dict())
+    if not arm.parallel_drafting or mask is None:
+        return {s.id: s.accepted[-1] for s in score_prompts(accelerator, model, rows, batch_size=8)}
+    scores = score_rounds(accelerator, model, rows, mask, arm.num_speculative_tokens, batch_size=8)
+    return {s.id: s.accepted[-1] for s in scores}
 
 
 def recorded(
@@ -217,18 +248,22 @@ def recorded(
 
 def record(plan: Plan, rows: list[dict[str, Any]]) -> None:
     """Into each measured drafter's pair.json: what was measured, and what to serve it with."""
-    for arm in plan.arms:
-        mine = [r for r in rows if r["arm"] == arm.name and r["group"] is None]
-        if arm.model is None or not (arm.model / "pair.json").is_file():
+    for model in dict.fromkeys(a.model for a in plan.arms):
+        if model is None or not (model / "pair.json").is_file():
             continue
-        keep = ("workload", "temperature", "concurrency", "num_speculative_tokens", "draft_acceptance_rate",
-                "acceptance_length", "speedup", "speedup_interval", "exact_match", "void", "versions")  # fmt: skip
+        arms = {a.name: a for a in plan.arms if a.model == model}
+        mine = [r for r in rows if r["arm"] in arms and r["group"] is None]
+        arm = arms[max(mine, key=lambda r: r["speedup"] or 0.0)["arm"]]  # both ways of drafting may be among them
+        keep = ("workload", "temperature", "concurrency", "num_speculative_tokens", "parallel_drafting",
+                "draft_acceptance_rate", "acceptance_length", "speedup", "speedup_interval", "exact_match", "void",
+                "versions")  # fmt: skip
         update_pair(
-            arm.model,
+            model,
             measurements=[{k: r[k] for k in keep} for r in mine],
             serve={
                 "num_speculative_tokens": arm.num_speculative_tokens,
                 "draft_sample_method": arm.draft_sample_method,
+                "parallel_drafting": arm.parallel_drafting,
                 "num_speculative_tokens_per_batch_size": None,
                 "command": server.serve_line(server.serve_words(plan.target, arm.speculation(), plan.settings, 8000)),
             },
@@ -242,6 +277,9 @@ def main(argv: list[str]) -> int:
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     if target.note:
         notes.print(target.note, markup=False)
+    for arm in plan.arms:
+        for f in trained_findings(arm.model, preflight_of(plan.settings, arm, engine.backend)) if arm.model else ():
+            notes.print(f"{arm.name}: {f.what}: {f.fix}", markup=False)
     if args.dry_run:
         cells = len(plan.arms) * plan.repeats * len(plan.temperatures) * len(plan.concurrencies)
         requests = [r for workload in plan.workloads.values() for r in workload]

@@ -19,6 +19,7 @@ from eval.measure import Arm
 from pairing.engine import require_vllm
 from pairing.errors import PartFailedError
 from pairing.pair import read_pair
+from pairing.parallel_drafting import trained_findings
 from pairing.preflight import require_start
 from pairing.source import resolve
 from recipes.config import Strict, guarded, parse
@@ -34,6 +35,8 @@ class ServeConfig(Strict):
     """K; by default what the drafter's pair.json says, else 4"""
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     """how the drafter draws: argmax, or from its distribution"""
+    parallel_drafting: bool | None = None
+    """all drafts from one pass; by default what the drafter's pair.json says, else true where it was trained for it"""
     port: int | None = None
     """on 127.0.0.1; by default a free one"""
     dtype: str = "auto"
@@ -54,8 +57,13 @@ def main(argv: list[str]) -> int:
     drafter = resolve(config.drafter).path
     pair = read_pair(drafter)
     target = resolve(config.target or pair["target"]["name"]).path
-    k = config.num_speculative_tokens or (pair["serve"] or {}).get("num_speculative_tokens") or 4
-    arm = Arm("drafter", "draft_model", drafter, k, config.draft_sample_method)
+    own, trained = pair["serve"] or {}, pair.get("parallel_drafting")
+    parallel = config.parallel_drafting
+    if parallel is None:
+        parallel = bool(own.get("parallel_drafting", trained is not None))
+    k = config.num_speculative_tokens or own.get("num_speculative_tokens")
+    k = k or (trained["num_speculative_tokens"] if parallel and trained else 4)
+    arm = Arm("drafter", "draft_model", drafter, k, config.draft_sample_method, parallel_drafting=parallel)
     settings = server.Settings(
         dtype="float32" if config.dtype == "auto" and engine.backend == "cpu" else config.dtype,
         max_model_len=config.max_model_len,
@@ -63,7 +71,10 @@ def main(argv: list[str]) -> int:
         enforce_eager=config.enforce_eager,
         prefix_caching=config.prefix_caching,
     )
-    require_start(resolve(str(target)), resolve(str(drafter)), preflight_of(settings, arm, engine.backend))
+    asked = preflight_of(settings, arm, engine.backend)
+    require_start(resolve(str(target)), resolve(str(drafter)), asked)
+    for f in trained_findings(drafter, asked):
+        print(f"{f.what}: {f.fix}", file=sys.stderr)
     port = config.port or server.free_port()
     line = server.serve_line(server.serve_words(target, arm.speculation(), settings, port))
     if args.json:

@@ -19,6 +19,7 @@ from distill.evaluate import score_prompts, summary
 from distill.fake_quantize import Quantizer, quantized
 from distill.head import Head, head_scores
 from distill.losses import LOSSES, NEED_ALL
+from distill.mask_blocks import Parallel
 from distill.quantize import Choice, plan_quantize
 from distill.settings import on_policy
 from distill.signals import Target, cut, get_signal, online
@@ -35,6 +36,7 @@ from tests import tiny
 from tests.integration.test_distill import BASE
 from tests.stored_answers import answered, store
 
+MASK = tiny.REAL_TOKENS + 1
 LIMITS = {"rows": tiny.ROWS, "real": tiny.REAL_TOKENS, "context": 512}
 
 
@@ -89,6 +91,10 @@ MODES: dict[str, dict[str, Any]] = {
     "online": {"losses": dict.fromkeys(LOSSES, 0.3), "block": 100},
     "online, on-policy": {"losses": {"jsd": 1.0}, "jsd_beta": 0.9, "on_policy": 1.0},
     "survival": {"survival": "greedy", "num_speculative_tokens": 3},
+    "masks": {"parallel": Parallel(4, MASK, keep=0.8)},
+    "masks, survival": {"parallel": Parallel(4, MASK, keep=0.8), "survival": "probabilistic"},
+    "masks, online": {"parallel": Parallel(3, MASK), "losses": {"reverse_kl": 1.0, "forward_kl": 0.5}},
+    "masks, online, on-policy": {"parallel": Parallel(4, MASK), "losses": {"jsd": 1.0}, "on_policy": 1.0},
     "filter": {"keep_share": 0.4, "survival": "greedy"},
     "filter's control": {"keep_share": 0.4, "selection": "random"},
 }
@@ -172,7 +178,9 @@ def test_refusals_of_signals(place: Path, rows: Rows, target: Target, accelerato
         broken.model.layers[1].mlp.down_proj.weight[0, 0] = torch.nan
     with pytest.raises(InputError, match=r"not finite on prompt \w+"):
         get_signal(rows, online(broken, "broken", "cpu", "cpu"))(collate(rows, np.arange(2)))
-    for more, said in (({"on_policy": 0.5}, "target must be online"), ({"keep_share": 0.5}, "give reference")):
+    masks = {"parallel": Parallel(4, MASK), "keep_share": 0.5}
+    for more, said in (({"on_policy": 0.5}, "target must be online"), ({"keep_share": 0.5}, "give reference"),
+                       (masks, "leave it or parallel_drafting out")):  # fmt: skip
         with pytest.raises(InputError, match=said):
             fit(accelerator, load_model(place / "draft"), rows, {}, settings(**more), tmp_path / "out")
     with pytest.raises(InputError, match="leave it out"):

@@ -36,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @contextmanager
-def served(target: Path, drafter: Path, dtype: str = "float32") -> Iterator[Any]:
+def served(target: Path, drafter: Path, dtype: str = "float32", **speculation: Any) -> Iterator[Any]:
     from vllm import LLM
 
     require_vllm("this test")
@@ -48,7 +48,7 @@ def served(target: Path, drafter: Path, dtype: str = "float32") -> Iterator[Any]
             DIE_WITH_PARENT: str(os.getpid()),
         }.items():
             env.setenv(key, value)
-        speculation = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": K}
+        speculation = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": K} | speculation
         llm = LLM(
             str(target), dtype=dtype, enforce_eager=True, max_model_len=128, max_num_seqs=8, seed=0,
             gpu_memory_utilization=0.2, speculative_config=speculation, disable_log_stats=False,

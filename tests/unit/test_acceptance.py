@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from pairing.acceptance import (
     argmax_acceptance,
     expected_acceptance,
     replay,
+    replay_rounds,
     top1_agreement,
     uniform_starts,
 )
@@ -184,3 +186,44 @@ def test_long_answers_of_independent_tokens_give_the_geometric_sum() -> None:
     expected = (1 - 0.8**5) / 0.2
     assert replay(rows, 4).acceptance_length == pytest.approx(expected, rel=0.01)
     assert uniform_starts(rows, 4) == pytest.approx(expected, rel=0.01)
+
+
+def test_rounds_whose_drafts_depend_on_their_start_by_hand() -> None:
+    """K = 2, 5 tokens. s=1: both accepted, on to 4; s=4: the last token accepted, then the text ends."""
+    w = np.array([[1, 1], [1, 1], [0, 0], [0, 0], [1, 0]])  # rows 2 and 3 start no round here, row 0 never does
+    r = replay_rounds([w], 2)
+    assert r.rounds_P.tolist() == [2]
+    assert r.accepted_PK.tolist() == [[2, 1]]
+    assert r.acceptance_length == r.acceptance_length_low == 2.5
+    assert replay_rounds([w], 1).accepted_PK.tolist() == [[2]]  # on to 3, where the draft is rejected, and to 4
+    w[1] = [0, 1]  # rejected at once: the second draft is not looked at, and the next round starts at 2
+    r = replay_rounds([w], 2)
+    assert r.at_risk_PK.tolist() == [[4, 1]]
+    assert r.accepted_PK.tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize("past_end", ["rejected", "alike"])
+def test_drafts_that_see_the_text_are_the_plain_replay(past_end: Literal["rejected", "alike"]) -> None:
+    rng = np.random.default_rng(0)
+    plain = [rng.random(n) for n in (1, 9, 4, 17)]
+    rounds = [np.array([[w[s + j] if s + j < len(w) else 0.0 for j in range(5)] for s in range(len(w))]) for w in plain]
+    for K in (1, 3, 5):
+        one, other = replay(plain, K, past_end), replay_rounds(rounds, K, past_end)
+        np.testing.assert_allclose(other.at_risk_PK, one.at_risk_PK)
+        np.testing.assert_allclose(other.accepted_PK, one.accepted_PK)
+        assert other.acceptance_length == pytest.approx(one.acceptance_length)
+
+
+def test_rounds_at_temperature_agree_with_simulated_ones() -> None:
+    """w between 0 and 1: acceptance drawn draft by draft, 4000 times over each of three answers."""
+    rng, K = np.random.default_rng(1), 3
+    answers = [rng.random((n, K)) for n in (12, 20, 7)]
+    accepted = rounds = 0
+    for w in answers * 4000:
+        known = 1
+        while known < len(w):
+            run = 0
+            while run < K and known + run < len(w) and rng.random() < w[known, run]:
+                run += 1
+            rounds, accepted, known = rounds + 1, accepted + run, known + run + 1
+    assert replay_rounds(answers, K).acceptance_length == pytest.approx(1 + accepted / rounds, rel=0.01)

@@ -1,4 +1,4 @@
-"""What `measure` takes from stored answers: of a conversation its last answer, with all before it as the prompt."""
+"""What `measure` makes of its config: of a conversation its last answer, with all before it as the prompt; a drafter's arms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from distill.answers import open_answers
-from recipes.measure import WorkloadConfig, chosen, recorded
+from eval.measure import Arm, Plan
+from eval.server import Settings
+from pairing.files import read_json, write_json
+from pairing.init import init_drafter
+from pairing.mask_token import with_mask
+from pairing.pair import read_pair
+from pairing.source import resolve
+from recipes.measure import MeasureConfig, WorkloadConfig, chosen, drafter_arms, expected, record, recorded
 from tests import tiny
 from tests.stored_answers import K, made_up, store, two_turns
 
@@ -33,3 +40,49 @@ def test_a_conversation_is_asked_for_its_last_answer(tmp_path: Path) -> None:
             assert len(found) == K
             np.testing.assert_allclose(list(found.values()), one.head_logprobs_NK[position], rtol=2**-10)
     assert len(log_probs) == 5 + 2 + 4
+
+
+def test_a_drafter_with_a_mask_is_measured_both_ways(tmp_path: Path) -> None:
+    """Arms; τ by replay of each; and what pair.json is told to serve with, the faster of the two."""
+    target = tiny.folder(tmp_path / "target", layers=3)
+    init_drafter(resolve(str(target)), tmp_path / "draft", [0, 2])
+
+    def arms(**more: object) -> list[Arm]:
+        values = {"target": str(target), "workloads": {}, "out": tmp_path / "out", **more}
+        return drafter_arms(MeasureConfig.model_validate(values), "own", tmp_path / "draft")
+
+    one = Arm("own", "draft_model", tmp_path / "draft", 4)
+    assert arms() == [one]  # it names no mask
+    config = tmp_path / "draft" / "config.json"
+    write_json(config, with_mask(read_json(config), tiny.REAL_TOKENS))
+    other = Arm("own-parallel", "draft_model", tmp_path / "draft", 6, parallel_drafting=True)
+    assert arms(parallel_num_speculative_tokens=6) == [one, other]
+    assert arms(parallel_drafting="only", num_speculative_tokens=6) == [other]
+    assert arms(parallel_drafting="off") == [one]
+    words = {
+        "method": "draft_model",
+        "model": str(tmp_path / "draft"),
+        "num_speculative_tokens": 6,
+        "parallel_drafting": True,
+    }
+    assert other.speculation() == words
+
+    folder = store(tmp_path / "a", made_up([9, 14]), target)
+    answers = {"w": open_answers(folder)}
+    plan = Plan(target, [one, other], {"w": chosen(answers["w"], WorkloadConfig(answers=folder), None)}, Settings())
+    found = expected(plan, answers, tiny.REAL_TOKENS)
+    assert set(found) == {("own", "w", None), ("own-parallel", "w", None)}
+    assert all(1 <= tau <= 7 for tau in found.values())
+
+    blank = dict.fromkeys(("workload", "temperature", "concurrency", "draft_acceptance_rate", "acceptance_length",
+                           "speedup_interval", "exact_match", "void", "versions", "group"))  # fmt: skip
+    rows = [
+        {**blank, "arm": a.name, "speedup": s, "num_speculative_tokens": a.num_speculative_tokens,
+         "parallel_drafting": a.parallel_drafting}
+        for a, s in ((one, 1.2), (other, 1.5))
+    ]  # fmt: skip
+    record(plan, rows)
+    pair = read_pair(tmp_path / "draft")
+    assert [m["parallel_drafting"] for m in pair["measurements"]] == [False, True]
+    assert (pair["serve"]["parallel_drafting"], pair["serve"]["num_speculative_tokens"]) == (True, 6)
+    assert '"parallel_drafting": true' in pair["serve"]["command"]

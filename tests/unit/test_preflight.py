@@ -16,6 +16,7 @@ from pairing.engine import Engine, engine
 from pairing.engine_support import Support, probe, support
 from pairing.errors import InputError
 from pairing.finding import Finding
+from pairing.parallel_drafting import trained_findings
 from pairing.preflight import preflight, preflight_report, require_start
 from pairing.serving_plan import Memory, Model, Serving, serve_line
 from pairing.source import resolve
@@ -134,6 +135,54 @@ def test_where_table_and_probe_disagree_the_probe_is_believed() -> None:
     assert any("is not as our table says (v2, multimodal" in f.what for f in found)
 
 
+@pytest.mark.parametrize(
+    ("version", "backend", "forced", "mask", "what"),
+    [
+        ("0.32.0", "cuda", None, {"pard_token": 3}, None),
+        ("0.32.0", "cpu", False, {"mask_token_id": 3}, None),
+        (
+            "0.32.0",
+            "cuda",
+            True,
+            {"pard_token": 3},
+            "VLLM_USE_V2_MODEL_RUNNER=1 forces a runner that has no parallel_drafting",
+        ),
+        ("0.14.0", "cuda", None, {"pard_token": 3}, "vLLM 0.14.0 (cuda) has no parallel_drafting for draft models"),
+        ("0.32.0", "cuda", None, {}, "the drafter's config.json names no mask token"),
+    ],
+)
+def test_parallel_drafting(
+    version: str, backend: str, forced: bool | None, mask: dict[str, int], what: str | None
+) -> None:
+    serving = Serving(
+        max_num_seqs=8,
+        max_model_len=512,
+        max_num_batched_tokens=512,
+        gpu_memory_utilization=0.5,
+        force_v2=forced,
+        kv_cache_gib=1,
+    )
+    parallel = replace(serving, speculative_config={"parallel_drafting": True})
+    pair = {"engine": Engine(version, backend, None), "drafter": model(**mask)}
+    found = blocks(fly(parallel, **pair))
+    assert [f.what.startswith(what) for f in found if what] == ([True] if what else [])
+    assert all("leave parallel_drafting out" in f.fix for f in found)
+    assert not blocks(fly(serving, **pair))  # one by one it starts everywhere
+
+
+def test_more_drafts_than_were_trained(tmp_path: Path) -> None:
+    serving = Serving(num_speculative_tokens=6, speculative_config={"parallel_drafting": True})
+    pair: dict[str, Any] = {"parallel_drafting": {"num_speculative_tokens": 6, "mask_id": 3}}
+    (tmp_path / "pair.json").write_text(json.dumps(pair))
+    assert trained_findings(tmp_path, serving) == []
+    (found,) = trained_findings(tmp_path, replace(serving, num_speculative_tokens=8))
+    assert found.level == "warns"
+    assert found.what == "num_speculative_tokens is 8, the drafter was trained to draft 6 in one pass"
+    assert trained_findings(tmp_path, Serving(num_speculative_tokens=8)) == []
+    (tmp_path / "pair.json").write_text("{}")
+    assert "does not say that it was trained" in trained_findings(tmp_path, serving)[0].what
+
+
 def test_the_probe_reads_the_package(tmp_path: Path) -> None:
     def write(name: str, text: str = "") -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -145,6 +194,9 @@ def test_the_probe_reads_the_package(tmp_path: Path) -> None:
     assert probe("cuda", tmp_path) == Support(True, False, False, f"read in {tmp_path}", w4a16=False)
     write("model_executor/layers/quantization/kernels/mixed_precision/marlin.py", "class MarlinLinearKernel(X):")
     write("v1/spec_decode/eagle.py", "self._warn_if_multimodal()")
+    write("v1/spec_decode/llm_base_proposer.py", 'hasattr(config, "pard_token")')
+    assert probe("cuda", tmp_path) == Support(True, False, True, f"read in {tmp_path}", False, parallel=True)
+    write("v1/spec_decode/llm_base_proposer.py")
     write("v1/worker/gpu/spec_decode/__init__.py", "elif speculative_config.uses_draft_model():")
     write("v1/worker/cpu_model_runner.py", 'assert x, "spec decode is not supported."')
     assert probe("cuda", tmp_path) == Support(True, True, True, f"read in {tmp_path}")

@@ -210,6 +210,12 @@ def test_what_to_serve_with() -> None:
     assert (serve_with(found, "org/target", own) or {})["command"] == "vllm serve org/target --their-own"
     own["serve"]["num_speculative_tokens"] = 3  # a line for another K than the one that won
     assert (serve_with(found, "org/target", own) or {})["command"] == made["command"]
+    own["serve"]["num_speculative_tokens"] = 4
+    parallel = judge(rows({**drafter(1.4, 1.3, 1.5), "parallel_drafting": True}))
+    command = (serve_with(parallel, "org/target", own) or {})["command"]  # nor a line for drafts one by one
+    assert command.endswith('"model": "runs/demo/drafter", "parallel_drafting": true}\'')
+    own["serve"]["parallel_drafting"] = True
+    assert (serve_with(parallel, "org/target", own) or {})["command"] == "vllm serve org/target --their-own"
     slower = judge(rows(drafter(0.7, 0.6, 0.8)))
     assert (serve_with(slower, "org/target", own) or {})["command"] == "vllm serve org/target"
     assert serve_with(judge([]), "org/target", own) is None

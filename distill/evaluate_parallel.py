@@ -1,0 +1,129 @@
+"""Acceptance of a drafter that writes all its drafts in one pass, on the target's own text: τ for every K, and by offset.
+
+From every start the K most likely tokens given the prefix alone (`mask_blocks`), compared with what the target wrote; then
+rounds are replayed over the answer. A mask sees none behind it, so drafts for a smaller K are the first of those for a larger.
+Shapes: T tokens of an answer, K drafts of a round, N positions of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from numpy.typing import NDArray
+
+from distill.batches import Batch, Ints, Rows, answer_lengths
+from distill.emphasis import starts
+from distill.evaluate import in_order
+from distill.head import Head, head_scores
+from distill.mask_blocks import with_blocks
+from distill.options import decoder_autocast
+from distill.student import supervised_hidden
+from pairing.acceptance import replay_rounds
+from pairing.bootstrap import interval
+
+MASKS = 1024  # mask columns of a row in one pass: attention sees all of them at once
+
+
+@dataclass(frozen=True)
+class PromptRounds:
+    """One held-out prompt: w of every round that could start, answer by answer [T, K], as `pairing.acceptance.replay_rounds`
+    takes it: 1 where draft j of the round with s tokens known is the answer's token. Row 0 starts no round and is 0.
+    """
+
+    id: str
+    accepted: list[NDArray[np.int8]]
+
+
+def score_rounds(
+    accelerator: Accelerator,
+    model: Any,
+    rows: Rows,
+    mask_id: int,
+    num_speculative_tokens: int,
+    *,
+    batch_size: int,
+    chunk: int | None = None,
+    block: int = Head.block,
+    most: int | None = None,
+) -> list[PromptRounds]:
+    """Every start of the first `most` prompts (None: all), shared out over the ranks and gathered; in the rows' order."""
+    K, head, weight = num_speculative_tokens, Head(rows.real, chunk, block), model.get_output_embeddings().weight
+
+    def score(batch: Batch, piece: Ints) -> list[PromptRounds]:
+        first_N = starts(batch.row_N, batch.column_N)
+        accepted_NK = torch.zeros(len(first_N), K, dtype=torch.int8)
+        place_N = torch.arange(len(first_N), device=first_N.device) - torch.searchsorted(batch.row_N, batch.row_N)
+        part_N = place_N * (K - 1) // MASKS  # which of several passes a start's masks go into
+        for part in range(int(part_N.max()) + 1):
+            masked = with_blocks(batch, (part_N == part) * (K - 1), mask_id)
+            assert masked.blocks is not None
+            with decoder_autocast(accelerator.device, accelerator.mixed_precision == "bf16"):
+                hidden = supervised_hidden(model, masked)
+            hit_N = head_scores(hidden, weight, masked.signal, head).accepted_N.to(torch.int8).cpu()
+            offset_N = masked.blocks.offset_N.cpu()
+            start_N = masked.blocks.source_N.cpu() - offset_N
+            accepted_NK[start_N, offset_N] = hit_N
+        accepted_NK[first_N.cpu()] = 0
+        found = []
+        for b, i in enumerate(piece):
+            parts = accepted_NK[(batch.row_N == b).cpu()].split(answer_lengths(rows, int(i)))
+            found.append(PromptRounds(batch.ids[b], [w.numpy() for w in parts]))
+        return found
+
+    return in_order(accelerator, model, rows, batch_size, most, score)
+
+
+def rounds_summary(scores: Sequence[PromptRounds]) -> dict[str, Any]:
+    """τ for each K, and at each offset the share of starts whose draft is the target's token ("top1_by_offset": given the
+    text alone, whatever the drafts before it were) and the share of rounds at the largest K that get past it ("survival")."""
+    answers = [w for s in scores for w in s.accepted]
+    K = answers[0].shape[1]
+    tau = {k: replay_rounds(answers, k).acceptance_length for k in range(1, K + 1)}
+    hits, counts = np.zeros(K), np.zeros(K)
+    for w in answers:
+        for j in range(K):
+            known = w[1 : max(1, len(w) - j), j]
+            hits[j], counts[j] = hits[j] + known.sum(), counts[j] + len(known)
+    return {
+        "tau": {str(k): _figure(t) for k, t in tau.items()},
+        "top1_by_offset": [_figure(h / n) if n else None for h, n in zip(hits, counts, strict=True)],
+        "survival": [_figure(s) for s in replay_rounds(answers, K).survival_per_pos],
+    }
+
+
+def compare_rounds(
+    before: Sequence[PromptRounds], after: Sequence[PromptRounds], num_speculative_tokens: int
+) -> dict[str, Any]:
+    """Both summaries and the change of τ at K with its interval, prompts drawn in pairs."""
+    assert [s.id for s in before] == [s.id for s in after]
+    K = num_speculative_tokens
+    counts = [np.array([_counts(s, K) for s in scores]) for scores in (before, after)]  # [P, 2]: accepted, rounds
+
+    def change(w_RP: NDArray[np.float64]) -> NDArray[np.float64]:
+        old, new = (w_RP @ c_P2 for c_P2 in counts)
+        return np.asarray(new[:, 0] / new[:, 1] - old[:, 0] / old[:, 1])
+
+    first, last = rounds_summary(before), rounds_summary(after)
+    known = bool(counts[0][:, 1].any())
+    points = interval(change, len(after)) if known else (np.nan, np.nan)
+    point = float(change(np.ones((1, len(after))))[0]) if known else np.nan
+    return {
+        "num_speculative_tokens": K,
+        "before": first,
+        "after": last,
+        "change": [_figure(x) for x in (point, *points)],
+    }
+
+
+def _counts(score: PromptRounds, num_speculative_tokens: int) -> tuple[float, float]:
+    one = replay_rounds(score.accepted, num_speculative_tokens)
+    return float(one.accepted_PK.sum()), float(one.rounds_P.sum())
+
+
+def _figure(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None

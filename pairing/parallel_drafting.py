@@ -1,0 +1,42 @@
+"""Serving a drafter that writes all its drafts in one pass: what vLLM needs of it, and what it was trained for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pairing.files import read_json
+from pairing.finding import Finding
+from pairing.mask_token import CONFIG_KEYS, mask_id_of
+from pairing.serving_plan import Serving, stop
+
+WHERE = "parallel drafting"
+
+
+def parallel_findings(config: Mapping[str, Any], serving: Serving) -> list[Finding]:
+    """Without a mask id in the drafter's config vLLM fails at start, after it has loaded both models."""
+    if not serving.speculation("").get("parallel_drafting") or mask_id_of(config) is not None:
+        return []
+    what = f"the drafter's config.json names no mask token ({', '.join(CONFIG_KEYS)}), which parallel_drafting needs"
+    fix = "train it with `draftsmith distill parallel_drafting=K`, or leave parallel_drafting out"
+    return [stop(what, WHERE, fix)]
+
+
+def trained_findings(folder: Path, serving: Serving) -> list[Finding]:
+    """Drafts past what the drafter in `folder` was trained for, as its pair.json says."""
+    words = serving.speculation("")
+    if not words.get("parallel_drafting") or not (folder / "pair.json").is_file():
+        return []
+    trained = (read_json(folder / "pair.json").get("parallel_drafting") or {}).get("num_speculative_tokens")
+    if trained is None:
+        what = "the drafter's pair.json does not say that it was trained to draft in parallel"
+        return [Finding("warns", what, WHERE, "measure it before you trust it, or distil it with parallel_drafting=K")]
+    if words["num_speculative_tokens"] <= trained:
+        return []
+    what = f"num_speculative_tokens is {words['num_speculative_tokens']}, the drafter was trained to draft {trained} in one pass"
+    return [
+        Finding(
+            "warns", what, WHERE, f"expect nothing of the drafts past {trained}: measure, or give {trained} at most"
+        )
+    ]
