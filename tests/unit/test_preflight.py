@@ -195,7 +195,7 @@ def test_the_probe_reads_the_package(tmp_path: Path) -> None:
     write("model_executor/layers/quantization/kernels/mixed_precision/marlin.py", "class MarlinLinearKernel(X):")
     write("v1/spec_decode/eagle.py", "self._warn_if_multimodal()")
     write("v1/spec_decode/llm_base_proposer.py", 'hasattr(config, "pard_token")')
-    assert probe("cuda", tmp_path) == Support(True, False, True, f"read in {tmp_path}", False, parallel=True)
+    assert probe("cuda", tmp_path) == Support(True, False, True, f"read in {tmp_path}", parallel=True)
     write("v1/spec_decode/llm_base_proposer.py")
     write("v1/worker/gpu/spec_decode/__init__.py", "elif speculative_config.uses_draft_model():")
     write("v1/worker/cpu_model_runner.py", 'assert x, "spec decode is not supported."')
