@@ -25,7 +25,7 @@ def register() -> None:
     # may outlive its own parent (a shell that ran it with nohup)
     if os.environ.get(DIE_WITH_PARENT, "") not in ("", str(os.getpid())):
         die_with_parent()
-    for mend in (load_quantized_drafter, size_nf4_for_float32, w4a16_for_float32, expand_sampling_on_cpu):
+    for mend in (load_quantized_drafter, size_nf4_for_float32, w4a16_on_cpu, expand_sampling_on_cpu):
         try:
             mend()
         except (ImportError, AttributeError) as e:
@@ -104,7 +104,7 @@ def size_nf4_for_float32() -> None:
         _replace(module, "calculate_quant_ratio", make)
 
 
-def w4a16_for_float32() -> None:
+def w4a16_on_cpu() -> None:
     """W4A16 weights run in a float32 engine on the CPU back end: inputs are rounded to bfloat16 for the product.
 
     vLLM 0.32 takes float32 for compressed-tensors, and its CPU kernel, which has no float32, dies at the first step. Scales
@@ -123,9 +123,9 @@ def w4a16_for_float32() -> None:
             if self.config.act_type == torch.float32 and not _multiplies_float32():
                 scales = getattr(layer, self.w_s_name)
                 scales.data = scales.data.bfloat16()
-                # the kernel takes AMX for bfloat16 where there is any, which a process must ask for once; in a float32
-                # engine nobody else may have done so (illegal instruction)
-                torch.cpu._init_amx()
+            # the kernel takes AMX where there is any, which a process must ask for once; it does not ask, and where no other
+            # layer of the pair has done so it is an illegal instruction (seen in float32 and in bfloat16)
+            torch.cpu._init_amx()
             old(self, layer)
 
         return process_weights_after_loading

@@ -43,8 +43,8 @@ def test_nf4_is_two_values_a_byte_for_every_type() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_w4a16_multiplies_in_every_type(dtype: torch.dtype) -> None:
     """The back end's own kernel on one layer; without the mend its float32 ends in NotImplementedError."""
-    vllm_plugin.w4a16_for_float32()
-    vllm_plugin.w4a16_for_float32()
+    vllm_plugin.w4a16_on_cpu()
+    vllm_plugin.w4a16_on_cpu()
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
     from vllm.model_executor.kernels.linear import MPLinearLayerConfig
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
