@@ -43,18 +43,32 @@ def metrics(url: str) -> str:
 
 
 def complete(
-    url: str, model: str, prompts: Sequence[Sequence[int]], sampling: dict[str, Any], timeout_s: float = 300
+    url: str,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    sampling: dict[str, Any],
+    timeout_s: float = 300,
+    in_flight: int | None = None,
 ) -> list[Answer]:
-    """Sends all `prompts` (token ids) at once and returns their answers in order.
+    """Sends `prompts` (token ids) and returns their answers in order: all at once, or `in_flight` at a time, the next one
+    as soon as an answer is whole.
 
     `sampling` holds temperature, max_tokens, seed …, as the completions API names them. Raises PartFailedError when the
     server refuses, breaks off or takes longer than `timeout_s` for one answer.
     """
 
     async def all_of_them() -> list[Answer]:
-        # trust_env off: a proxy set for the outside world must not see loopback traffic
-        async with httpx.AsyncClient(timeout=timeout_s, trust_env=False) as http:
-            return await asyncio.gather(*(_stream(http, url, model, p, sampling) for p in prompts))
+        places = asyncio.Semaphore(in_flight or max(1, len(prompts)))
+
+        async def one(prompt: Sequence[int]) -> Answer:
+            async with places:
+                return await _stream(http, url, model, prompt, sampling)
+
+        # trust_env off: a proxy set for the outside world must not see loopback traffic. No limit: httpx would let 100
+        # requests through and time the others while they wait here
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=timeout_s, trust_env=False, limits=limits) as http:
+            return await asyncio.gather(*map(one, prompts))
 
     try:
         return asyncio.run(all_of_them())

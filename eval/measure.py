@@ -1,8 +1,9 @@
 """Serves every arm in vLLM and sends all of them the same prompts, in turn; writes what happened, block by block.
 
 A block is one repeat of one group of one workload on all arms at hand: prompt by prompt the arms take turns, so that a
-noisy machine is noisy for all. Counters are scraped around each block. A block is written when it is whole; a run that
-was stopped goes on with the first block that is not there. eval/results.py makes results.jsonl from the blocks.
+noisy machine is noisy for all; an arm that is served by itself keeps its requests in flight. Counters are scraped around
+each block. A block is written when it is whole; a run that was stopped goes on with the first block that is not there.
+eval/results.py makes results.jsonl from the blocks.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Arm:
     model: Path | None = None
     num_speculative_tokens: int = 0
     draft_sample_method: str = "greedy"  # argmax drafting, vLLM's default
+    schedule: tuple[tuple[int, int, int], ...] = ()  # K by batch size: (from, to, K)
     prompt_lookup: tuple[int, int] = (2, 4)  # n-gram lengths, shortest and longest
     parallel_drafting: bool = False  # all drafts of a round from one pass of the drafter
 
@@ -45,6 +47,8 @@ class Arm:
             return {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": low, "prompt_lookup_max": high}
         words: dict[str, Any] = {"method": "draft_model", "model": str(self.model), "num_speculative_tokens": k}
         words |= {"parallel_drafting": True} if self.parallel_drafting else {}
+        if self.schedule:
+            words["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in self.schedule]
         return (
             words if self.draft_sample_method == "greedy" else words | {"draft_sample_method": self.draft_sample_method}
         )
@@ -123,7 +127,8 @@ def sessions(plan: Plan) -> list[tuple[list[Arm], list[Block]]]:
 def measure(plan: Plan, out: Path) -> None:
     """Runs the blocks of `plan` that `out` does not hold yet. Appends to out/requests.jsonl and out/blocks.jsonl.
 
-    An arm whose server fails is void from there on, with the reason, and the rest goes on.
+    A block in which an arm's server fails is void for it, with the reason, and the rest goes on: arms that are up
+    together without that arm, an arm by itself on a new server.
     Raises PartFailedError where the target alone cannot be served: then there is nothing to compare with.
     """
     done = _keep_whole_blocks(plan, out)
@@ -138,13 +143,14 @@ def measure(plan: Plan, out: Path) -> None:
     total = sum(len(requests) * len(arms) for arms, work in todo for _, requests in work)
     with bar("measuring", total) as advance:
         for arms, work in todo:
-            if not any(may_begin(key.repeat) for key, _ in work):
-                continue
-            advance(0, f"starting {len(arms)} servers")
-            with _serving(plan, arms, out) as (servers, dead):
-                for key, requests in work:
-                    if may_begin(key.repeat):
-                        _write_block(out, _run_block(plan, key, requests, arms, servers, dead, advance))
+            while work := [b for b in work if may_begin(b[0].repeat)]:
+                advance(0, f"starting {len(arms)} servers")
+                with _serving(plan, arms, out) as (servers, dead):
+                    never_came_up = bool(dead)
+                    while work and (plan.resident or never_came_up or not dead):
+                        key, requests = work.pop(0)
+                        if may_begin(key.repeat):
+                            _write_block(out, _run_block(plan, key, requests, arms, servers, dead, advance))
 
 
 @contextlib.contextmanager
@@ -200,11 +206,19 @@ def _run_block(
 ) -> list[dict[str, Any]]:
     """One block: the rows to write, a block row a void or counted arm, its request rows before it."""
     head = asdict(key)
-    before = {name: counters.parse(client.metrics(s.url)) for name, s in servers.items() if name not in dead}
+    before: dict[str, counters.Scrape] = {}
+    for name, one in servers.items():
+        if name not in dead:
+            try:
+                before[name] = counters.parse(client.metrics(one.url))
+            except PartFailedError as e:  # it died after the block before
+                dead[name] = f"{e} (log: {one.log})"
     rows: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
     clock = {arm.name: 0.0 for arm in arms}
-    for number, first in enumerate(range(0, len(requests), key.concurrency)):
-        batch = requests[first : first + key.concurrency]
+    # arms that take turns send a batch and wait for all of it; by itself an arm has all requests, so many in flight
+    size = key.concurrency if len(arms) > 1 else len(requests)
+    for number, first in enumerate(range(0, len(requests), size)):
+        batch = requests[first : first + size]
         turn = number % len(arms)
         for arm in [*arms[turn:], *arms[:turn]]:  # nobody is always first after a pause, or always after the same arm
             advance(len(batch), f"{key.workload} {key.group or ''} {arm.name}")
@@ -221,6 +235,7 @@ def _run_block(
                     [r.prompt_ids for r in batch],
                     _sampling(plan, key.temperature, batch[0]),
                     plan.request_timeout_s,
+                    key.concurrency,
                 )
             except PartFailedError as e:
                 dead[arm.name] = f"{e} (log: {servers[arm.name].log})"

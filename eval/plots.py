@@ -181,6 +181,63 @@ def offline_against_served(
     return _svg(title, 2.9, draw, f"tau {title}")
 
 
+def surface(title: str, cells: Sequence[Row]) -> str | None:
+    """Speedup against the requests in flight, a line per K, from the cells of eval.sweep.surface (one way of drafting)."""
+    shown: dict[int, list[Row]] = {}
+    for c in cells:
+        if c["interval"]:
+            shown.setdefault(c["num_speculative_tokens"], []).append(c)
+    if not shown:
+        return None
+
+    def draw(axes: Axes) -> None:
+        sizes = sorted({c["concurrency"] for c in cells})
+        for i, (k, row) in enumerate(sorted(shown.items())):
+            colour, marker = STYLES[i % len(STYLES)]
+            # side by side, so that intervals of one size do not hide each other
+            x = [c["concurrency"] * 1.03 ** (i - (len(shown) - 1) / 2) for c in row]
+            y = [c["speedup"] for c in row]
+            around = [[c["speedup"] - c["interval"][0] for c in row], [c["interval"][1] - c["speedup"] for c in row]]
+            axes.errorbar(x, y, yerr=around, color=colour, marker=marker, elinewidth=1.2, capsize=2, label=f"K = {k}")
+        axes.axhline(1.0, color=INK, linewidth=1, linestyle=(0, (3, 2)))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.minorticks_off()
+        axes.grid(axis="y")
+        axes.set_xlabel("requests in flight; target alone = 1 (dashed); whiskers: 95 %")
+        axes.legend(loc="best", handlelength=1.8)
+
+    return _svg(title, 2.9, draw, f"surface {title}")
+
+
+def pareto(title: str, cells: Sequence[Row]) -> str | None:
+    """Tokens/s of the server against tokens/s of one stream, a line per K through the concurrencies; ringed: no other cell
+    is better in both."""
+    shown: dict[int, list[tuple[float, float]]] = {}
+    for c in cells:
+        if c["output_tokens_per_s"] and c["tokens_per_s_per_request"]:
+            point = (c["tokens_per_s_per_request"], c["output_tokens_per_s"])
+            shown.setdefault(c["num_speculative_tokens"], []).append(point)
+    if not shown:
+        return None
+    points = [p for line in shown.values() for p in line]
+    best = sorted(p for p in points if not any(q != p and q[0] >= p[0] and q[1] >= p[1] for q in points))
+
+    def draw(axes: Axes) -> None:
+        for i, (k, line) in enumerate(sorted(shown.items())):
+            colour, marker = STYLES[i % len(STYLES)] if k else (INK, "x")
+            axes.plot(*zip(*line, strict=True), color=colour, marker=marker, label=f"K = {k}" if k else "target alone")
+        axes.plot(*zip(*best, strict=True), "o", color=INK, markersize=10, markerfacecolor="none", label="best of both")
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid()
+        axes.set_xlabel("tokens/s of one stream")
+        axes.set_ylabel("tokens/s of the server")
+        axes.legend(loc="best", handlelength=1.8)
+
+    return _svg(title, 2.9, draw, f"pareto {title}")
+
+
 def smoothed(points: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
     """Means of `window` neighbours, for curves of a noisy loss."""
     if len(points) <= 2 * window:

@@ -21,6 +21,7 @@ from eval import plots
 from eval.run_results import Run, load, prompts
 from eval.verdict import explained, judge, latest, serve_with, void_reason
 from pairing.files import read_json
+from pairing.source import ModelSource, servable
 
 SAMPLES = 3
 LATENCIES = (
@@ -42,12 +43,20 @@ def _verdict(run: Run) -> dict[str, Any]:
     found = judge(run.results, run.evaluation)
     own = Path(str((found["best"] or {}).get("model"))) / "pair.json"
     pair = read_json(own) if own.is_file() else None
-    return found | {"serve": serve_with(found, _target(run), pair)}
+    return found | {"serve": serve_with(found, _servable(run), pair)}
 
 
 def _target(run: Run) -> str | None:
     named = ((run.pair or {}).get("target") or {}).get("name")
     return named or next((str(r["model"]) for r in run.results if r["kind"] == "target" and r.get("model")), None)
+
+
+def _servable(run: Run) -> str | None:
+    """The target as a `vllm serve` line names it: of a GGUF file or an adapter the folder that was made of it."""
+    made_for = (run.pair or {}).get("target") or {}
+    if not made_for.get("path"):
+        return _target(run)
+    return servable(ModelSource(made_for["name"], Path(made_for["path"]), made_for.get("revision"), None))
 
 
 def build(run_dir: Path) -> str:
@@ -81,6 +90,7 @@ def build(run_dir: Path) -> str:
         groups=[r for r in rows if r.get("group") is not None and r["kind"] != "target"],
         latencies=LATENCIES,
         training=_training(run, rows),
+        sweep=_sweep(run),
         check=run.check,
         quantize=run.quantize,
         samples=_samples(run, found),
@@ -293,6 +303,15 @@ def _training(run: Run, rows: Sequence[Row]) -> dict[str, Any] | None:
         "tokens": last.get("tokens"),
         "seconds": last.get("seconds"),
     }
+
+
+def _sweep(run: Run) -> dict[str, Any] | None:
+    """sweep.json with its plots, of the way of drafting that was chosen."""
+    if not run.sweep:
+        return None
+    cells = [c for c in run.sweep["surface"] if c["mode"] in (run.sweep["mode"], None) and not c["void"]]
+    drawn = [plots.surface("Speed by requests in flight", cells), plots.pareto("Throughput against each stream", cells)]
+    return {**run.sweep, "plots": [p for p in drawn if p]}
 
 
 def _samples(run: Run, found: Mapping[str, Any]) -> dict[str, Any] | None:

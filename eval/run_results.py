@@ -34,6 +34,7 @@ class Run:
     evaluation: dict[str, Any] | None
     answers: list[Path]
     """Folders of recorded answers, where the prompts' texts are."""
+    sweep: dict[str, Any] | None
     check: Any
     quantize: dict[str, Any] | None
     pair: dict[str, Any] | None
@@ -69,6 +70,7 @@ def load(folder: Path) -> Run:
         metrics=metrics,
         evaluation=evaluation,
         answers=list(dict.fromkeys([*sorted(folder.glob("data/*")), *answers])),
+        sweep=_json(_holder(folder, "sweep", "sweep.json"), "sweep.json"),
         check=_json(folder, "check.json"),
         quantize=_json(folder, "quantize.json")
         or next((p["quantization"] for p in pairs if p.get("quantization")), None),

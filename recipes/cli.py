@@ -14,6 +14,7 @@ VERBS = {
     "quantize": "write a 4-bit copy of a drafter, reloaded and checked",
     "serve": "serve a target with its drafter in vLLM on loopback, or print the line that does",
     "measure": "serve each arm in vLLM and measure acceptance, speed and losslessness",
+    "sweep": "concurrency by K: where speculation pays, and the K to use at each batch size",
     "report": "one HTML page with verdict, table and plots from a run folder",
     "run": "the whole pipeline from one YAML, resumable stage by stage",
 }

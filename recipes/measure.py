@@ -169,8 +169,7 @@ def preflight_of(settings: server.Settings, arm: Arm, backend: str) -> Serving:
         dtype=settings.dtype,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         kv_cache_gib=settings.kv_cache_gib if backend == "cpu" else None,
-        speculative_config={"draft_sample_method": arm.draft_sample_method}
-        | ({"parallel_drafting": True} if arm.parallel_drafting else {}),
+        speculative_config={k: v for k, v in (arm.speculation() or {}).items() if k not in ("method", "model")},
         force_v2=None if forced is None else forced == "1",
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,7 @@ if __package__ in (None, ""):  # launched by path: sys.path[0] is recipes/, wher
 
 from eval import server
 from eval.measure import Arm
+from eval.schedule import extended
 from pairing.engine import require_vllm
 from pairing.errors import PartFailedError
 from pairing.pair import read_pair
@@ -32,9 +34,9 @@ class ServeConfig(Strict):
     target: str | None = None
     """the target; by default the one that the drafter's pair.json names"""
     num_speculative_tokens: int | None = None
-    """K; by default what the drafter's pair.json says, else 4"""
-    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
-    """how the drafter draws: argmax, or from its distribution"""
+    """K; by default what the drafter's pair.json says, by batch size where a sweep measured that, else 4"""
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = None
+    """how the drafter draws: argmax, or from its distribution; by default what the drafter's pair.json says, else argmax"""
     parallel_drafting: bool | None = None
     """all drafts from one pass; by default what the drafter's pair.json says, else true where it was trained for it"""
     port: int | None = None
@@ -63,7 +65,13 @@ def main(argv: list[str]) -> int:
         parallel = bool(own.get("parallel_drafting", trained is not None))
     k = config.num_speculative_tokens or own.get("num_speculative_tokens")
     k = k or (trained["num_speculative_tokens"] if parallel and trained else 4)
-    arm = Arm("drafter", "draft_model", drafter, k, config.draft_sample_method, parallel_drafting=parallel)
+    method = config.draft_sample_method or own.get("draft_sample_method") or "greedy"
+    arm = Arm("drafter", "draft_model", drafter, k, method, parallel_drafting=parallel)
+    measured = own.get("num_speculative_tokens_per_batch_size")
+    # it was measured with that way of drafting, and a K by hand goes before it
+    if measured and config.num_speculative_tokens is None and parallel == bool(own.get("parallel_drafting")):
+        entries = extended(measured, config.max_num_seqs)
+        arm = replace(arm, schedule=tuple((low, high, k_) for low, high, k_ in entries))
     settings = server.Settings(
         dtype="float32" if config.dtype == "auto" and engine.backend == "cpu" else config.dtype,
         max_model_len=config.max_model_len,

@@ -7,6 +7,7 @@ figure is known by hand. tests/integration/test_measure.py does the same with re
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,19 @@ class Engine:
         self.fail_at: tuple[str, int] | None = None  # (arm, requests that it still answers)
         self.kill_after: int | None = None
         self.outputs: dict[str, list[int]] = {}
+        self.started: list[str] = []
+        self.in_flight: list[tuple[str, int, int]] = []  # (arm, prompts sent, of them at a time)
 
     def start(self, arm: str, target: Path, speculation: Any, settings: Any, log: Path) -> server.Server:
         self.drafts[arm], self.tokens[arm] = 0, 0
+        self.started.append(arm)
         return server.Server(arm, arm, None, log, 1.0, ["vllm", "serve", arm])  # type: ignore[arg-type]
 
     def complete(
-        self, url: str, model: str, prompts: list[list[int]], sampling: Any, timeout_s: float
+        self, url: str, model: str, prompts: list[list[int]], sampling: Any, timeout_s: float, in_flight: int = 1
     ) -> list[client.Answer]:
-        self.order.append(url)
+        self.order += [url] * len(prompts)
+        self.in_flight.append((url, len(prompts), in_flight))
         if self.kill_after is not None and len(self.order) > self.kill_after:
             raise KeyboardInterrupt
         if self.fail_at and self.fail_at[0] == url and self.order.count(url) > self.fail_at[1]:
@@ -172,6 +177,73 @@ def test_an_arm_whose_server_dies_is_void_and_the_rest_goes_on(engine: Engine, t
     assert cell(rows, "ngram")["num_drafts"] == 10
 
 
+def test_an_arm_by_itself_keeps_its_requests_in_flight(engine: Engine, tmp_path: Path) -> None:
+    """Taking turns they are sent as batches, each waited for; alone the next one goes when one is answered."""
+    requests = {"orders": [Request(f"p{i}", [i], 8, None, {}) for i in range(5)]}
+    measure.measure(replace(plan(repeats=1, warmup=0, concurrencies=(2,)), workloads=requests), tmp_path / "turns")
+    assert [size for arm, *size in engine.in_flight if arm == "target"] == [[2, 2], [2, 2], [1, 2]]
+    engine.in_flight = []
+    alone = replace(plan(repeats=1, warmup=0, concurrencies=(2,), resident=False), workloads=requests)
+    measure.measure(alone, tmp_path / "alone")
+    assert engine.in_flight == [("target", 5, 2), ("drafter", 5, 2), ("ngram", 5, 2)]
+
+
+def test_alone_a_server_that_dies_costs_one_block_and_the_next_one_gets_a_new_server(
+    engine: Engine, tmp_path: Path
+) -> None:
+    p = plan(resident=False, repeats=1, warmup=0, concurrencies=(1, 2))  # blocks of 3 and 2 requests, twice
+    engine.fail_at = ("drafter", 4)
+    fake_start = server.start
+
+    def start(arm: str, *rest: Any) -> server.Server:
+        if engine.started.count("drafter") == 1 and arm == "drafter":
+            engine.fail_at = None
+        return fake_start(arm, *rest)
+
+    server.start = start  # type: ignore[assignment]  # the fixture takes it back
+    measure.measure(p, tmp_path)
+    assert engine.started == ["target", "drafter", "drafter", "ngram"]
+    blocks = [b for b in read_jsonl(tmp_path / "blocks.jsonl") if b["arm"] == "drafter"]
+    assert [(b["concurrency"], b["group"], b["void"] is not None) for b in blocks] == [
+        (1, "seen=true", False), (1, "seen=false", True), (2, "seen=true", False), (2, "seen=false", False),
+    ]  # fmt: skip
+    assert [r["void"] for r in write(p, tmp_path) if r["arm"] != "drafter"] == [None] * 12
+
+
+def test_alone_a_server_that_never_comes_up_is_tried_once(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(one: server.Server, timeout_s: float, started: float) -> None:
+        if one.arm == "drafter":
+            raise PartFailedError("ended with code 1 at start: no memory")
+
+    monkeypatch.setattr(server, "wait_until_ready", never)
+    p = plan(resident=False, repeats=1, warmup=0)
+    measure.measure(p, tmp_path)
+    assert engine.started == ["target", "drafter", "ngram"]
+    assert {r["void"] for r in write(p, tmp_path) if r["arm"] == "drafter"} == {"ended with code 1 at start: no memory"}
+
+
+def test_a_server_that_died_between_two_blocks_is_void(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def metrics(url: str) -> str:
+        asked.append(url)
+        if url == "drafter" and asked.count(url) > 2:  # before and after the first block
+            raise PartFailedError(f"{url}/metrics: ConnectError")
+        return engine.metrics(url)
+
+    monkeypatch.setattr(client, "metrics", metrics)
+    p = plan(repeats=1, warmup=0)
+    measure.measure(p, tmp_path)
+    rows = write(p, tmp_path)
+    assert "ConnectError" in cell(rows, "drafter", "seen=false")["void"]
+    assert cell(rows, "drafter", "seen=true")["void"] is None
+    assert cell(rows, "ngram")["void"] is None
+
+
 def test_outputs_that_differ_are_explained(engine: Engine, tmp_path: Path) -> None:
     p = plan(repeats=1)
     engine.outputs = {"drafter": [5, 6, 3, 8, 9], "ngram": [5, 6, 4, 8, 9]}
@@ -199,6 +271,8 @@ def test_speculation_words() -> None:
     assert Arm("d", "draft_model", Path("x"), 3).speculation() == {
         "method": "draft_model", "model": "x", "num_speculative_tokens": 3,
     }  # fmt: skip
+    by_size = Arm("d", "draft_model", Path("x"), 3, schedule=((1, 1, 3), (2, 8, 0))).speculation() or {}
+    assert by_size["num_speculative_tokens_per_batch_size"] == [[1, 1, 3], [2, 8, 0]]
     words = server.serve_words("t", {"method": "ngram"}, server.Settings(), 1)
     assert words[words.index("--host") + 1] == "127.0.0.1"
     assert json.loads(words[words.index("--speculative-config") + 1]) == {"method": "ngram"}

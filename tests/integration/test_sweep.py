@@ -1,0 +1,46 @@
+"""Real vLLM: a sweep of two K at two concurrencies has the engine's own counts, and the engine honours a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from eval import schedule
+from pairing.engine import require_vllm
+from recipes.config import parse
+from recipes.measure import recorded
+from recipes.sweep import SweepConfig, measured, sweep_plan
+from tests import tiny
+from tests.stored_answers import answered, store
+
+
+def test_the_surface_and_a_schedule_in_vllm(tmp_path: Path) -> None:
+    """D25: the target as its own drafter has all drafts accepted, so every count is known: K a round, τ = K + 1."""
+    target = tiny.folder(tmp_path / "target")
+    answers = store(tmp_path / "answers", answered(target, 6, seed=1, longest=24), target)
+    config, _ = parse(
+        SweepConfig,
+        [f"target={target}", f"drafter={target}", f"workloads.w.answers={answers}", "workloads.w.max_tokens=24",
+         f"out={tmp_path / 'out'}", "num_speculative_tokens=[1,3]", "concurrencies=[1,2]", "max_model_len=128",
+         "repeats=1", "warmup=1", "enforce_eager=true"],
+    )  # fmt: skip
+    plan, _, held = sweep_plan(config, require_vllm("sweep"))
+    run = partial(measured, versions={}, known=recorded(held))
+    cells, _ = run(plan, tmp_path / "out")
+    assert len(cells) == 6
+    for cell in cells:
+        assert (cell["void"], cell["unexplained"]) == (None, 0)
+        if k := cell["num_speculative_tokens"]:
+            assert (cell["draft_acceptance_rate"], cell["acceptance_length"]) == (1.0, k + 1), cell
+            assert cell["drafted_per_round"] == k  # the client's chunks are the engine's rounds
+            assert cell["exact_match"] == 1.0
+            assert cell["interval"][0] < cell["speedup"] < cell["interval"][1]
+
+    made = ((1, 1, 3), (2, 2, 0))
+    arm = replace(plan.arms[-1], name="schedule", schedule=made)
+    cells, _ = run(replace(plan, arms=[arm]), tmp_path / "confirm")
+    one, two = (cell["drafted_per_round"] for cell in cells)
+    assert one == 3
+    assert two < 1.5  # none with two in flight; 3 when a request of the last ones is left alone
+    assert schedule.ignored(made, 2, two) is False
