@@ -8,6 +8,7 @@ import sys
 VERBS = {
     "check": "prove that a target and a drafter fit: tokens, rows, special ids, templates, context",
     "repair": "mend a drafter that nearly fits: rows, tokenizer, template, special ids, into a new folder",
+    "plan": "before any training: what a drafter would give here, which size, go or no-go",
     "init": "make an untrained drafter: from the target, from a donor of another vocabulary, or from a config",
     "generate": "let the target answer prompts, and record its distribution",
     "distill": "train the drafter on the target's distribution (also: accelerate launch recipes/distill.py)",

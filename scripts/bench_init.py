@@ -156,7 +156,7 @@ def time_all(args: argparse.Namespace, target: ModelSource, shapes: Sequence[Map
     todo = [shape for shape in shapes if shape["name"] not in done]
     whole = read_json(target.path / "config.json")
     if not any(r["kind"] == "verify" for r in rows):
-        own, verify = timer([whole], verify=SHOWN_K)
+        own, verify = timer([whole], verify=[SHOWN_K])
         row = {"kind": "verify", "K": SHOWN_K, "engine": engine_name(), "target_ms": list(own.ms)}
         append_jsonl(args.out / "results.jsonl", row | {"ms": list(verify.ms), "share": list(verify.share)})
         print(f"verifying {SHOWN_K} + 1 tokens: {verify.share[0]:.2f} of the target's step", flush=True)

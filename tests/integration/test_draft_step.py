@@ -60,7 +60,7 @@ def test_a_verify_step(vllm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     shape = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "head_dim": 64}
     config = tiny.model(layers=8, positions=1024).config.to_dict() | shape
     with open_timer(os.environ, tmp_path / "log") as timer:
-        (plain, verify) = timer([config], verify=64)
+        (plain, verify) = timer([config], verify=[64])
     assert plain.share == (1, 1, 1)
     assert verify.share[0] > 1.5
 
