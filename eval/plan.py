@@ -81,8 +81,7 @@ def recommend(costs: Sequence[Mapping[int, float]], alpha: float, worth: float) 
     So: the last that is as fast as the fastest at `alpha` with at most `worth` more α.
     """
     goal = max(best_at(alpha, cost)[1] for cost in costs)
-    enough = [(found := needed(goal, cost)) is not None and found[1] <= alpha + worth for cost in costs]
-    return max(i for i, good in enumerate(enough) if good)
+    return max(i for i, cost in enumerate(costs) if best_at(min(alpha + worth, 1.0), cost)[1] >= goal)
 
 
 def shape_figures(cost: Mapping[int, float]) -> dict[str, Any]:

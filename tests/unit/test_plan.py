@@ -95,10 +95,9 @@ def test_what_is_needed_gives_just_that(cost: dict[int, float], goal: float) -> 
 @given(shapes, st.floats(0, 0.99))
 def test_the_best_k_is_the_grids_and_within_its_ceilings(cost: dict[int, float], alpha: float) -> None:
     K, S = plan.best_at(alpha, cost)
-    assert (
-        max((1 - alpha ** (k + 1)) / (1 - alpha) / c for k, c in cost.items()) == S
-        or pytest.approx(max((1 - alpha ** (k + 1)) / (1 - alpha) / c for k, c in cost.items())) == S
-    )
+    grid = {k: (1 - alpha ** (k + 1)) / (1 - alpha) / c for k, c in cost.items()}
+    assert pytest.approx(max(grid.values())) == S
+    assert grid[K] == pytest.approx(S)
     assert 1 / (1 - alpha) > S or math.isclose(S, 1 / (1 - alpha))
     assert S <= K + 1
 
