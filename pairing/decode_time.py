@@ -115,7 +115,9 @@ def open_timer(env: Mapping[str, str], log: Path, dtype: str = "auto", batch: in
         ) -> list[StepTime]:
             assert batch <= most
             first, last = models[0], models[-1]
-            items = [_item(place, model) for model in models]
+            placed = [place(model) for model in models]
+            # models alike are one engine and one request, which must last for the steps of all of them
+            items = [_item(place, m, answer=STEPS * placed.count(at)) for m, at in zip(models, placed, strict=True)]
             # one engine for all K; a few tokens are accepted by chance
             answer = STEPS * len(verify) + 8 * max(verify, default=0)
             items += [_item(place, first, k=k, most=max(verify), answer=answer) for k in verify]
