@@ -116,6 +116,7 @@ def _open_vllm(words: Mapping[str, Any], seqs: int, cpu: bool, dtype: str) -> Be
     numbers = itertools.count()
 
     def step(k: int) -> Any:
+        assert llm.has_unfinished_requests(), "the requests ended before the last step"  # else nothing would be timed
         RandomTokens.k = k
         return llm.step()
 
