@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import multiprocessing
 import os
 import signal
 import sys
@@ -40,6 +41,11 @@ def die_with_parent() -> None:
     """Asks Linux to kill this process when its parent dies, however that happens; kill -9 leaves no engine behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        if (
+            parent is not None and not parent.is_alive()
+        ):  # gone before we asked, as while this process was importing vLLM
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -101,3 +102,34 @@ def test_processes_die_with_their_parent() -> None:
     while Path(f"/proc/{pid}/status").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
         assert time.monotonic() < deadline, os.kill(pid, 9)
         time.sleep(0.05)
+
+
+def test_a_parent_that_died_first_is_noticed(tmp_path: Path) -> None:
+    """An engine's process that was still importing vLLM when its parent was killed asks too late to be told."""
+    (tmp_path / "late.py").write_text(
+        "import multiprocessing as mp, sys, time\n"
+        "from pathlib import Path\n"
+        "from pairing.vllm_plugin import die_with_parent\n"
+        "def late(place):\n"
+        "    (place / 'up').touch()\n"
+        "    while mp.parent_process().is_alive():\n"
+        "        time.sleep(0.02)\n"
+        "    die_with_parent()\n"
+        "    (place / 'lives').touch()\n"
+        "if __name__ == '__main__':\n"
+        "    child = mp.get_context('spawn').Process(target=late, args=(Path(sys.argv[1]),))\n"
+        "    child.start(); print(child.pid, flush=True); time.sleep(60)\n"
+    )
+    words = [sys.executable, str(tmp_path / "late.py"), str(tmp_path)]
+    parent = subprocess.Popen(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid, deadline = int(parent.stdout.readline()), time.monotonic() + 30
+    while not (tmp_path / "up").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait()
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, os.kill(pid, 9)
+        time.sleep(0.05)
+    assert not (tmp_path / "lives").exists()
