@@ -28,9 +28,10 @@ import torch
 from safetensors import safe_open
 from torch.nn.utils import parametrize
 
+from distill import nf4
 from pairing.errors import InputError, PartFailedError
 from pairing.files import read_json
-from pairing.init import DTYPES, HEADER_DTYPES
+from pairing.init import HEADER_DTYPES
 from pairing.serving import text_config
 from pairing.source import load_model
 from pairing.weights import EMBEDDINGS, HEADS, TensorInfo, find, read_headers
@@ -66,17 +67,7 @@ def load_in_4bit(folder: Path, compute_dtype: str = "float32", dtype: torch.dtyp
         )
     if "quantization_config" in read_json(folder / "config.json"):
         raise InputError(f"{folder}: quantized already: give the 16- or 32-bit drafter, into which adapters are merged")
-    from transformers import BitsAndBytesConfig
-
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of optional kernels that it does without
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=DTYPES[compute_dtype],
-        llm_int8_skip_modules=[name.removesuffix(".weight") for name in HEADS],
-    )
-    model = load_model(folder, dtype=dtype, quantization_config=nf4)
+    model = nf4.load(folder, dtype, compute_dtype)
     for module in model.modules():
         # On CPUs with AVX512-BF16 the first forward pass without gradients repacks a layer in place for a kernel that
         # computes in bfloat16 and has no backward: after one evaluation, training would lose the gradient through it.

@@ -38,6 +38,13 @@ def stored_bytes(shape: tuple[int, ...]) -> int:
 def write(folder: Path, goal: Path, linear: Collection[str], stored: torch.dtype, compute_dtype: str) -> Any:
     """Writes config and weights of the copy to `goal`; returns the copy as it is in memory. `linear` is what
     bitsandbytes quantizes by itself: every linear layer but the head."""
+    memory = load(folder, stored, compute_dtype).eval()
+    memory.save_pretrained(goal)  # before any forward: on some CPUs that repacks the weights in place
+    return memory
+
+
+def load(folder: Path, stored: torch.dtype, compute_dtype: str) -> Any:
+    """The 16- or 32-bit model in `folder`, its linear layers rounded to NF4 as they are read; the head is left."""
     from transformers import BitsAndBytesConfig
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of optional kernels that it does without
@@ -48,6 +55,4 @@ def write(folder: Path, goal: Path, linear: Collection[str], stored: torch.dtype
         bnb_4bit_compute_dtype=DTYPES[compute_dtype],
         llm_int8_skip_modules=[name.removesuffix(".weight") for name in HEADS],
     )
-    memory = load_model(folder, dtype=stored, quantization_config=nf4).eval()
-    memory.save_pretrained(goal)  # before any forward: on some CPUs that repacks the weights in place
-    return memory
+    return load_model(folder, dtype=stored, quantization_config=nf4)
