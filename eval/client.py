@@ -49,26 +49,28 @@ def complete(
     sampling: dict[str, Any],
     timeout_s: float = 300,
     in_flight: int | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> list[Answer]:
     """Sends `prompts` (token ids) and returns their answers in order: all at once, or `in_flight` at a time, the next one
     as soon as an answer is whole.
 
-    `sampling` holds temperature, max_tokens, seed …, as the completions API names them. Raises PartFailedError when the
-    server refuses, breaks off or takes longer than `timeout_s` for one answer.
+    `sampling` holds temperature, max_tokens, seed …, as the completions API names them; `seeds` gives each prompt its own.
+    Raises PartFailedError when the server refuses, breaks off or takes longer than `timeout_s` for one answer.
     """
+    own = [sampling | {"seed": seed} for seed in seeds] if seeds is not None else [sampling] * len(prompts)
 
     async def all_of_them() -> list[Answer]:
         places = asyncio.Semaphore(in_flight or max(1, len(prompts)))
 
-        async def one(prompt: Sequence[int]) -> Answer:
+        async def one(prompt: Sequence[int], how: dict[str, Any]) -> Answer:
             async with places:
-                return await _stream(http, url, model, prompt, sampling)
+                return await _stream(http, url, model, prompt, how)
 
         # trust_env off: a proxy set for the outside world must not see loopback traffic. No limit: httpx would let 100
         # requests through and time the others while they wait here
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=timeout_s, trust_env=False, limits=limits) as http:
-            return await asyncio.gather(*map(one, prompts))
+            return await asyncio.gather(*map(one, prompts, own))
 
     try:
         return asyncio.run(all_of_them())
@@ -112,3 +114,38 @@ async def _stream(
     if used < 0 or not finish:
         raise PartFailedError(f"{url}: the answer ended without a finish reason or usage: the server broke off")
     return Answer(ids, arrivals, used, finish, started_at)
+
+
+def prompt_log_probs(
+    url: str, model: str, prompts: Sequence[Sequence[int]], heads: int, timeout_s: float = 300, in_flight: int = 8
+) -> list[list[dict[int, float]]]:
+    """Of each prompt (token ids), at each position, the model's `heads` likeliest tokens there by the prompt before it, with
+    their log-probs at temperature 1; {} at the first position. Raises PartFailedError as `complete` does."""
+
+    async def all_of_them() -> list[list[dict[int, float]]]:
+        places = asyncio.Semaphore(in_flight)
+
+        async def one(prompt: Sequence[int]) -> list[dict[int, float]]:
+            body = {"model": model, "prompt": list(prompt), "prompt_logprobs": heads, "max_tokens": 1, "temperature": 0}
+            async with places:
+                response = await http.post(f"{url}/v1/completions", json=body)
+            if response.status_code != 200:
+                raise PartFailedError(f"{url}: the server refused a request ({response.status_code}: {response.text[:300]})")
+            given = response.json()["choices"][0]["prompt_logprobs"]
+            return [_head(position or {}, token, heads) for position, token in zip(given, prompt, strict=True)]
+
+        async with httpx.AsyncClient(timeout=timeout_s, trust_env=False) as http:
+            return await asyncio.gather(*map(one, prompts))
+
+    try:
+        return asyncio.run(all_of_them())
+    except httpx.HTTPError as e:
+        raise PartFailedError(f"{url}: the server broke off ({type(e).__name__}: {e})") from e
+
+
+def _head(position: dict[str, dict[str, float]], token: int, heads: int) -> dict[int, float]:
+    """vLLM adds the prompt's own token where it is none of the likeliest."""
+    found = {int(id): entry["logprob"] for id, entry in position.items()}
+    if len(found) > heads:
+        del found[token]
+    return found

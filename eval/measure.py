@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from eval import client, counters, server, statistics
+from eval import client, counters, losslessness, server, statistics
 from pairing.errors import PartFailedError
 from pairing.files import append_jsonl, read_jsonl, write_jsonl
 from pairing.progress import bar
@@ -147,10 +148,64 @@ def measure(plan: Plan, out: Path) -> None:
                 advance(0, f"starting {len(arms)} servers")
                 with _serving(plan, arms, out) as (servers, dead):
                     never_came_up = bool(dead)
+                    lossy = _check_lossless(plan, out, servers, dead, advance)
                     while work and (plan.resident or never_came_up or not dead):
                         key, requests = work.pop(0)
                         if may_begin(key.repeat):
-                            _write_block(out, _run_block(plan, key, requests, arms, servers, dead, advance))
+                            out_of_it = ChainMap(dead, lossy.get(key.temperature, {}))  # what dies is written to `dead`
+                            _write_block(out, _run_block(plan, key, requests, arms, servers, out_of_it, advance))
+        if _unjudged(plan, out):  # one server at a time: the target was up before these draws were made
+            with _serving(plan, plan.arms[:1], out) as (servers, dead):
+                _check_lossless(plan, out, servers, dead, advance)
+
+
+def _unjudged(plan: Plan, out: Path) -> list[dict[str, Any]]:
+    """The lines of draws.jsonl that losslessness.jsonl has no verdict on."""
+    judged = {(r["arm"], r["temperature"]) for r in read_jsonl(out / "losslessness.jsonl")}
+    return [r for r in read_jsonl(out / "draws.jsonl") if (r["arm"], r["temperature"]) not in judged]
+
+
+def _check_lossless(
+    plan: Plan, out: Path, servers: Mapping[str, server.Server], dead: dict[str, str], advance: Any
+) -> dict[float, dict[str, str]]:
+    """Draws from each arm that is up and speculates, at each temperature > 0; judges, where the target alone is up, what was
+    drawn. temperature -> arm -> why its cells are void, as far as it is known by now. eval/losslessness.py says how."""
+    asked = [(arm, t) for arm in plan.arms if arm.speculation() for t in plan.temperatures if t]
+    prompts, in_flight = _shortest(plan), plan.settings.max_num_seqs
+    drawn = {(r["arm"], r["temperature"]) for r in read_jsonl(out / "draws.jsonl")}
+    for arm, t in asked:
+        if arm.name not in servers or arm.name in dead or (arm.name, t) in drawn:
+            continue
+        advance(0, f"is {arm.name} lossless at temperature {t:g}?")
+        length = min(losslessness.length_for(arm.num_speculative_tokens), min(r.max_tokens for r in prompts) - 1)
+        try:
+            draws = losslessness.draw(
+                servers[arm.name].url, server.SERVED_NAME, [r.prompt_ids for r in prompts], t, max(1, length),
+                f"{plan.seed} {arm.name} {t}", plan.request_timeout_s, in_flight,
+            )  # fmt: skip
+        except PartFailedError as e:
+            dead[arm.name] = f"{e} (log: {servers[arm.name].log})"
+            continue
+        append_jsonl(out / "draws.jsonl", {"arm": arm.name, "temperature": t, "draws": [asdict(d) for d in draws]})
+    if "target" in servers and "target" not in dead:
+        for row in _unjudged(plan, out):
+            draws = [losslessness.Draw(**d) for d in row["draws"]]
+            heads = losslessness.score(
+                servers["target"].url, server.SERVED_NAME, draws, plan.request_timeout_s, in_flight
+            )
+            found = losslessness.judge(draws, heads, row["temperature"], len(asked))
+            append_jsonl(out / "losslessness.jsonl", {"arm": row["arm"], **found})
+    lossy: dict[float, dict[str, str]] = {}
+    for row in read_jsonl(out / "losslessness.jsonl"):
+        if not row["passed"]:
+            lossy.setdefault(row["temperature"], {})[row["arm"]] = row["reason"]
+    return lossy
+
+
+def _shortest(plan: Plan) -> list[Request]:
+    """The prompts of the check, from every workload: the shortest, as each is read once a draw."""
+    each = -(-losslessness.PROMPTS // len(plan.workloads))
+    return [r for requests in plan.workloads.values() for r in sorted(requests, key=lambda r: len(r.prompt_ids))[:each]]
 
 
 @contextlib.contextmanager
@@ -201,7 +256,7 @@ def _run_block(
     requests: Sequence[Request],
     arms: Sequence[Arm],
     servers: Mapping[str, server.Server],
-    dead: dict[str, str],
+    dead: MutableMapping[str, str],
     advance: Any,
 ) -> list[dict[str, Any]]:
     """One block: the rows to write, a block row a void or counted arm, its request rows before it."""

@@ -33,6 +33,7 @@ def write_results(
     answer that the target wrote when its distribution was recorded; `log_probs` hold along it.
     """
     blocks, requests = read_jsonl(out / "blocks.jsonl"), read_jsonl(out / "requests.jsonl")
+    checks = {(r["arm"], r["temperature"]): r for r in read_jsonl(out / "losslessness.jsonl")}
     rows = []
     for workload, measured in plan.workloads.items():
         names = list(dict.fromkeys(r.group for r in measured))
@@ -42,7 +43,8 @@ def write_results(
             here = [r for r in requests if _within(r, cell)]
             base = [r for r in here if r["arm"] == "target"]
             mine = [b for b in blocks if b["arm"] == arm.name and _within(b, cell)]
-            row = _row(plan, arm, cell, mine, [r for r in here if r["arm"] == arm.name], base)
+            check = checks.get((arm.name, temperature))
+            row = _row(plan, arm, cell, mine, [r for r in here if r["arm"] == arm.name], base, check)
             for mismatch in row["mismatches"] or []:
                 mismatch["why"] = _explain(workload, mismatch, log_probs, references, base)
             row["replay_acceptance_length"] = replay.get((arm.name, workload, group)) if not temperature else None
@@ -63,11 +65,14 @@ def _row(
     blocks: Sequence[Mapping[str, Any]],
     requests: Sequence[Mapping[str, Any]],
     base: Sequence[Mapping[str, Any]],
+    check: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     counts = _sum([b["counts"] for b in blocks if b["counts"]])
     void = next((b["void"] for b in blocks if b["void"]), None if blocks else "not measured")
     if counts and (counts.prefix_cache_hit_rate or 0) > MAX_CACHE_HIT_RATE:
         void = void or f"prefix cache hit rate {counts.prefix_cache_hit_rate:.1%}: the cell measured the cache"
+    if cell["temperature"] and arm.speculation():  # a speedup stands beside its check, or does not stand
+        void = void or (check["reason"] if check else "whether its output is the target's own was not checked")
     row: dict[str, Any] = {
         "arm": arm.name,
         "kind": arm.kind,
@@ -105,6 +110,7 @@ def _row(
         "speedup": gain.ratio if gain else None,
         "speedup_interval": list(gain.interval) if gain and gain.interval else None,
         "exact_match": exact.fraction if exact else None,
+        "losslessness": {k: v for k, v in check.items() if k != "arm"} if check else None,
         "mismatches": exact.mismatches if exact else None,
         "memory_mib": max((b.get("memory_mib", 0.0) for b in blocks), default=None),
         "prefix_cache_hit_rate": counts.prefix_cache_hit_rate if counts else None,

@@ -60,6 +60,9 @@ def test_the_target_as_its_own_drafter_has_every_draft_accepted(target: Path, tm
     for row in (r for r in rows if r["arm"] == "self"):
         assert row["acceptance_length"] == pytest.approx(K + 1, abs=0.1 if row["temperature"] else 0), row
         assert row["draft_acceptance_rate"] == pytest.approx(1.0, abs=0.05 if row["temperature"] else 0), row
+    checked = [r for r in rows if r["temperature"] and r["arm"] != "target"]
+    assert {r["losslessness"]["passed"] for r in checked} == {True}
+    assert min(r["losslessness"]["tokens"] for r in checked) >= 300
     greedy = {r["arm"]: r for r in rows if r["temperature"] == 0 and r["concurrency"] == 1}
     assert greedy["self"]["survival_per_pos"] == [1.0] * K
     assert (greedy["self"]["exact_match"], greedy["ngram"]["exact_match"]) == (1.0, 1.0)
@@ -68,6 +71,23 @@ def test_the_target_as_its_own_drafter_has_every_draft_accepted(target: Path, tm
     low, high = greedy["self"]["speedup_interval"]
     assert low < greedy["self"]["speedup"] < high
     assert all(len(r["output_ids"]) == r["output_tokens"] for r in read_jsonl(tmp_path / "requests.jsonl"))
+
+
+def test_without_the_plugin_cells_at_temperature_above_0_are_void(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault of vLLM 0.32's CPU back end (vllm issue 55005), which pairing/vllm_plugin.py mends; with it the cells of the
+    test above count. vLLM's own variable leaves our plugin out. A version that needs no mend fails here: then it can go."""
+    monkeypatch.setenv("VLLM_PLUGINS", "none of them")
+    drafter = Arm("drafter", "draft_model", tiny.folder(tmp_path / "drafter", layers=1, seed=1), K)
+    plan = Plan(target, [Arm("target", "target"), drafter], {"words": requests(4)}, SETTINGS, temperatures=(1.0,))
+    measure.measure(plan, tmp_path / "out")
+    alone, row = results.write_results(plan, tmp_path / "out", {}, {}, {}, {})
+    assert (alone["void"], alone["speedup"]) == (None, None)
+    assert row["void"].startswith("not lossless at temperature 1: of ")
+    assert not row["losslessness"]["passed"]
+    assert row["losslessness"]["p"] < 1e-10
+    assert row["speedup"] is None
 
 
 CHILD = """

@@ -7,6 +7,8 @@ figure is known by hand. tests/integration/test_measure.py does the same with re
 from __future__ import annotations
 
 import json
+import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,14 @@ class Engine:
         self.outputs: dict[str, list[int]] = {}
         self.started: list[str] = []
         self.in_flight: list[tuple[str, int, int]] = []  # (arm, prompts sent, of them at a time)
+        self.lossy: set[str] = set()
+        self.checked: list[str] = []  # arms that were drawn from, "by target" where the target judged draws
+
+    def prompt_log_probs(
+        self, url: str, model: str, prompts: list[list[int]], heads: int, timeout_s: float, in_flight: int
+    ) -> list[list[dict[int, float]]]:
+        self.checked.append(f"by {url}")
+        return [[dict.fromkeys(range(10), math.log(0.1)) for _ in p] for p in prompts]
 
     def start(self, arm: str, target: Path, speculation: Any, settings: Any, log: Path) -> server.Server:
         self.drafts[arm], self.tokens[arm] = 0, 0
@@ -40,8 +50,19 @@ class Engine:
         return server.Server(arm, arm, None, log, 1.0, ["vllm", "serve", arm])  # type: ignore[arg-type]
 
     def complete(
-        self, url: str, model: str, prompts: list[list[int]], sampling: Any, timeout_s: float, in_flight: int = 1
+        self,
+        url: str,
+        model: str,
+        prompts: list[list[int]],
+        sampling: Any,
+        timeout_s: float,
+        in_flight: int = 1,
+        seeds: list[int] | None = None,
     ) -> list[client.Answer]:
+        if seeds is not None:  # of the losslessness check: any of ten tokens is as likely, unless the arm has a fault
+            self.checked.append(url)
+            draws = [[5] * 8 if url in self.lossy else random.Random(s).choices(range(10), k=8) for s in seeds]
+            return [client.Answer(ids, [(0.1, 8)], 8, "length", 0.0) for ids in draws]
         self.order += [url] * len(prompts)
         self.in_flight.append((url, len(prompts), in_flight))
         if self.kill_after is not None and len(self.order) > self.kill_after:
@@ -81,6 +102,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(server.Server, "memory_mib", lambda self: 100.0)
     monkeypatch.setattr(client, "complete", fake.complete)
     monkeypatch.setattr(client, "metrics", fake.metrics)
+    monkeypatch.setattr(client, "prompt_log_probs", fake.prompt_log_probs)
     return fake
 
 
@@ -258,6 +280,45 @@ def test_outputs_that_differ_are_explained(engine: Engine, tmp_path: Path) -> No
         "why": "log-probs under the target -0.6930 and -0.6932: a tie in rounding",
     }  # fmt: skip
     assert "no tie" in ngram["mismatches"][0]["why"]
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_a_sampled_cell_counts_only_if_the_arm_was_found_lossless(
+    engine: Engine, tmp_path: Path, resident: bool
+) -> None:
+    """Each arm is drawn from once a temperature > 0, judged by the target alone wherever that is up, and not again on resuming."""
+    engine.lossy = {"ngram"}
+    p = plan(repeats=1, warmup=0, temperatures=(0.0, 1.0), resident=resident)
+    measure.measure(p, tmp_path)
+    judged = ["drafter", "ngram", "by target", "by target"]
+    assert engine.checked == judged
+    # one at a time, the target was up first and comes back to judge; up together, the failed arm is not asked for those cells
+    assert engine.started == ["target", "drafter", "ngram", *([] if resident else ["target"])]
+    assert engine.order.count("ngram") == (5 if resident else 10)
+    rows = [r for r in write(p, tmp_path) if r["group"] is None]
+    assert {(r["arm"], r["temperature"]): (r["void"] or "")[:32] for r in rows} == {
+        ("target", 0.0): "", ("drafter", 0.0): "", ("ngram", 0.0): "",
+        ("target", 1.0): "", ("drafter", 1.0): "", ("ngram", 1.0): "not lossless at temperature 1: o",
+    }  # fmt: skip
+    sound, lossy = (next(r for r in rows if r["temperature"] and r["arm"] == name) for name in ("drafter", "ngram"))
+    assert sound["losslessness"]["passed"]
+    assert sound["losslessness"]["tokens"] == 48 * 7
+    assert sound["losslessness"]["limit"] == 0.005  # two arms share the one in a hundred
+    assert sound["speedup"] > 1
+    assert lossy["speedup"] is None
+    assert lossy["losslessness"]["p"] < 1e-20
+    measure.measure(p, tmp_path)
+    assert engine.checked == judged
+
+
+def test_draws_left_unjudged_by_a_kill_are_judged_on_resuming(engine: Engine, tmp_path: Path) -> None:
+    p = plan(repeats=1, warmup=0, temperatures=(1.0,))
+    measure.measure(p, tmp_path)
+    (tmp_path / "losslessness.jsonl").unlink()
+    assert all("not checked" in r["void"] for r in write(p, tmp_path) if r["arm"] != "target")
+    measure.measure(p, tmp_path)
+    assert engine.checked == ["drafter", "ngram", *["by target"] * 4]
+    assert {r["void"] for r in write(p, tmp_path)} == {None}
 
 
 def test_no_further_repeat_when_the_time_is_used_up(engine: Engine, tmp_path: Path) -> None:
