@@ -130,7 +130,9 @@ def prompt_log_probs(
             async with places:
                 response = await http.post(f"{url}/v1/completions", json=body)
             if response.status_code != 200:
-                raise PartFailedError(f"{url}: the server refused a request ({response.status_code}: {response.text[:300]})")
+                raise PartFailedError(
+                    f"{url}: the server refused a request ({response.status_code}: {response.text[:300]})"
+                )
             given = response.json()["choices"][0]["prompt_logprobs"]
             return [_head(position or {}, token, heads) for position, token in zip(given, prompt, strict=True)]
 

@@ -6,13 +6,14 @@ emitted* (prompt_logprobs: from the prefill, where nothing is speculated). So no
 exact: whatever came before, a token is drawn from the target's distribution there. Judged from the second token on: the
 first one comes of the prefill. Draws are long enough for recovered and bonus tokens to be among them.
 
-Three tests, each at a third of the level:
+Four tests, each at a quarter of the level:
 - rank: u = P(a likelier token) + U·P(this token), within the head, is uniform whatever the prefixes were (Rosenblatt 1952).
-  Neyman's smooth test of that, with four Legendre polynomials: a χ² of 4 degrees. Sees the temperature ignored, drafts
-  accepted too often, flat noise.
+  Neyman's smooth test of that, with four Legendre polynomials: a χ² of 4 degrees. Sees a wrong temperature, flat noise.
+- top1: a bettor with an equal stake on each of ODDS gives the likeliest token that many times its mass (within the head). His
+  gain is a martingale of mean 1, so P(gain ≥ x) ≤ 1/x (Ville). Sees greedy output, and drafts accepted too often.
 - repeats: draws of one prompt that have come the same way so far. A bettor expects the tokens that earlier draws took there
-  (Dirichlet, WEIGHT times the target's distribution as prior). His gain is a martingale of mean 1, so P(gain ≥ x) ≤ 1/x
-  (Ville). Sees a token that is forced where the target leaves a choice, though ranks come out right on average.
+  (Dirichlet, WEIGHT times the target's distribution as prior). Sees a token that is forced where the target leaves a choice,
+  though ranks come out right on average.
 - tail: a bettor who gives the tokens outside the head twice their mass. Sees garbage, and at any temperature: the mass is
   exact at temperature 1, else bounded from above (Hölder), which errs towards no alarm.
 
@@ -46,6 +47,7 @@ LENGTH = 12  # tokens of a draw; more for a large K, so that rounds end within i
 HEADS = 20  # what a vLLM server gives unless told otherwise (--max-logprobs)
 LEAST = 100  # tokens: with fewer a pass would say nothing
 FALSE_ALARM = 0.01  # of a whole run
+ODDS = np.array([1 / 3, 1 / 2, 2 / 3, 3 / 2, 2.0, 3.0])
 WEIGHT = 4.0  # of the target's distribution in the bettor's prior, in draws
 LARGEST_VOCABULARY = 2**18  # for the bound on the tail above temperature 1
 
@@ -99,7 +101,8 @@ def judge(draws: Sequence[Draw], heads: Sequence[Sequence[Head]], temperature: f
     """
     chance = np.random.default_rng(0)  # u is drawn within the token's own mass
     places: list[float] = []
-    repeats = outside = 0.0  # log gains of the two bettors
+    repeats = outside = 0.0  # log gains of the bettors
+    likeliest = np.zeros(len(ODDS))
     taken: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     top1, tail = np.zeros(2), np.zeros(2)
     tokens = 0
@@ -113,12 +116,18 @@ def judge(draws: Sequence[Draw], heads: Sequence[Sequence[Head]], temperature: f
             top1 += mass[0] * (1 - rest), token == ids[0]
             if missed:
                 continue
+            likeliest += np.log(ODDS) * (token == ids[0]) - np.log1p(mass[0] * (ODDS - 1))
             where = ids.index(token)
             places.append(float(mass[:where].sum() + chance.random() * mass[where]))
             before = taken[*one.prompt_ids, -1, *one.output_ids[:at]]
             repeats += log((WEIGHT * mass[where] + before[token]) / (WEIGHT + before.total()) / mass[where])
             before[token] += 1
-    statistics = {"rank": smooth_p(np.array(places)), "repeats": exp(-max(0.0, repeats)), "tail": exp(-max(0.0, outside))}
+    statistics = {
+        "rank": smooth_p(np.array(places)),
+        "top1": exp(-max(0.0, float(np.logaddexp.reduce(likeliest)) - log(len(ODDS)))),
+        "repeats": exp(-max(0.0, repeats)),
+        "tail": exp(-max(0.0, outside)),
+    }
     p = min(1.0, len(statistics) * min(statistics.values()))
     limit = FALSE_ALARM / checks
     found: dict[str, Any] = {
@@ -151,7 +160,9 @@ def smooth_p(u: np.ndarray) -> float:
     """Neyman's smooth test that `u` is uniform on (0, 1), of order 4 (χ² of 4 degrees, its tail in closed form)."""
     if not len(u):
         return 1.0
-    components = [np.sqrt(2 * k + 1) * legendre.Legendre.basis(k)(2 * u - 1).sum() / np.sqrt(len(u)) for k in (1, 2, 3, 4)]
+    components = [
+        np.sqrt(2 * k + 1) * legendre.Legendre.basis(k)(2 * u - 1).sum() / np.sqrt(len(u)) for k in (1, 2, 3, 4)
+    ]
     x = float(np.square(components).sum())
     return exp(-x / 2) * (1 + x / 2)
 
@@ -159,12 +170,12 @@ def smooth_p(u: np.ndarray) -> float:
 def _reason(found: Mapping[str, Any]) -> str:
     if found["tokens"] < LEAST:
         return (
-            f"losslessness at temperature {found['temperature']:g} could not be judged: {found['tokens']} tokens were drawn after "
-            f"the first of each answer, {LEAST} are needed: give the workload more max_tokens or longer answers"
+            f"losslessness at temperature {found['temperature']:g} could not be judged: {found['tokens']} tokens were drawn "
+            f"after the first of each answer, {LEAST} are needed: give the workload more max_tokens or longer answers"
         )
     (expected, seen), (most, out) = found["top1"], found["tail"]
     return (
-        f"not lossless at temperature {found['temperature']:g}: of {found['tokens']} tokens {seen:.0%} were the target's likeliest "
-        f"(its own distribution: {expected:.0%}) and {out:.0%} none of its {HEADS} likeliest (at most {most:.0%}); "
+        f"not lossless at temperature {found['temperature']:g}: of {found['tokens']} tokens {seen:.0%} were the target's "
+        f"likeliest (its own distribution: {expected:.0%}) and {out:.0%} none of its {HEADS} likeliest (at most {most:.0%}); "
         f"p = {found['p']:.1g}, limit {found['limit']:.1g}"
     )

@@ -13,10 +13,11 @@ import time
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from eval import client, counters, losslessness, server, statistics
+from eval import client, counters, effective, losslessness, server, statistics
 from pairing.errors import PartFailedError
 from pairing.files import append_jsonl, read_jsonl, write_jsonl
 from pairing.progress import bar
@@ -27,10 +28,13 @@ WARMUP_TOKENS = 16
 SETTLE_S = 1.2
 
 
+AGAIN = "target-again"  # A/A: the target alone a second time, whose "speedup" is the machine's noise
+
+
 @dataclass(frozen=True)
 class Arm:
     name: str
-    kind: str  # "target", "draft_model" or "ngram"
+    kind: str  # "target" (named so, or AGAIN), "draft_model" or "ngram"
     model: Path | None = None
     num_speculative_tokens: int = 0
     draft_sample_method: str = "greedy"  # argmax drafting, vLLM's default
@@ -75,6 +79,7 @@ class Plan:
     settings: server.Settings
     repeats: int = 1
     minutes: float | None = None  # no new repeat is begun after this long; the first is always finished
+    precision: float | None = None  # no new repeat is begun once every speedup's half_width is at most this
     concurrencies: tuple[int, ...] = (1,)  # requests in flight
     temperatures: tuple[float, ...] = (0.0,)
     seed: int = 0
@@ -137,9 +142,15 @@ def measure(plan: Plan, out: Path) -> None:
     started = time.monotonic()
     allowed: dict[int, bool] = {}  # decided once a repeat, so that every arm has it or none
 
+    begun = {key.repeat for keys in done.values() for key in keys}
+
     def may_begin(repeat: int) -> bool:
-        expired = plan.minutes is not None and time.monotonic() - started > 60 * plan.minutes
-        return allowed.setdefault(repeat, repeat == 0 or not expired)
+        if repeat not in allowed:
+            expired = plan.minutes is not None and time.monotonic() - started > 60 * plan.minutes
+            # one that a stopped run had begun is finished: half a repeat is no reason to leave the other half out
+            narrow = repeat not in begun and plan.precision is not None and precise(plan, out)
+            allowed[repeat] = repeat == 0 or not (expired or narrow)
+        return allowed[repeat]
 
     total = sum(len(requests) * len(arms) for arms, work in todo for _, requests in work)
     with bar("measuring", total) as advance:
@@ -157,6 +168,20 @@ def measure(plan: Plan, out: Path) -> None:
         if _unjudged(plan, out):  # one server at a time: the target was up before these draws were made
             with _serving(plan, plan.arms[:1], out) as (servers, dead):
                 _check_lossless(plan, out, servers, dead, advance)
+
+
+def precise(plan: Plan, out: Path) -> bool:
+    """Whether every arm's speedup in every cell is known to plan.precision by now; what was never answered can't become so."""
+    requests = read_jsonl(out / "requests.jsonl")
+    for name, temperature, concurrency in product(plan.workloads, plan.temperatures, plan.concurrencies):
+        asked = (name, temperature, concurrency)
+        here = [r for r in requests if (r["workload"], r["temperature"], r["concurrency"]) == asked]
+        base = [r for r in here if r["arm"] == plan.arms[0].name]
+        for arm in plan.arms[1:]:
+            gain = statistics.speedup([r for r in here if r["arm"] == arm.name], base)
+            if gain and (gain.half_width is None or gain.half_width > (plan.precision or 0)):
+                return False
+    return True
 
 
 def _unjudged(plan: Plan, out: Path) -> list[dict[str, Any]]:
@@ -225,7 +250,7 @@ def _serving(plan: Plan, arms: Sequence[Arm], out: Path) -> Iterator[tuple[dict[
                 server.wait_until_ready(servers[arm.name], plan.start_timeout_s, started)
                 _warm_up(plan, servers[arm.name])
             except PartFailedError as e:
-                if arm.kind == "target":
+                if arm.name == "target":
                     raise
                 dead[arm.name] = str(e)
         yield servers, dead
@@ -310,7 +335,7 @@ def _run_block(
             except PartFailedError as e:
                 block["void"] = str(e)
             block |= {"seconds": clock[arm.name], "memory_mib": one.memory_mib(), "startup_s": one.startup_s,
-                      "command": server.serve_line(one.command)}  # fmt: skip
+                      "command": server.serve_line(one.command), "effective": effective.read(one.log)}  # fmt: skip
         written += [*rows[arm.name], block]
     return written
 

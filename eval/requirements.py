@@ -111,7 +111,9 @@ def judge(requirements: Sequence[Requirement], rows: Sequence[Mapping[str, Any]]
         for row in cells:
             value, said = _value(one.metric, row)
             good = value is not None and (value > one.bound if one.strict else value >= one.bound)
-            where = f"{row['arm']} on {row['workload']}, temperature {row['temperature']:g}, {row['concurrency']} in flight"
+            where = (
+                f"{row['arm']} on {row['workload']}, temperature {row['temperature']:g}, {row['concurrency']} in flight"
+            )
             (met if good else missed).append(f"{'met' if good else 'not met'}: {one.text}: {where}: {said}")
     return met, missed
 
@@ -127,4 +129,6 @@ def _value(metric: str, row: Mapping[str, Any]) -> tuple[float | None, str]:
     if not row.get("speedup_interval"):
         return None, "speedup has no interval: it needs at least two prompts that both arms answered"
     low, high = row["speedup_interval"]
-    return float(low), f"speedup {row['speedup']:.3f}, judged by the lower bound of its 95 % interval, {low:.3f} to {high:.3f}"
+    return float(
+        low
+    ), f"speedup {row['speedup']:.3f}, judged by the lower bound of its 95 % interval, {low:.3f} to {high:.3f}"

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from eval import statistics
+from eval import effective, statistics
 from eval.counters import Counts
 from eval.measure import Arm, Plan
 from eval.verdict import TIE
 from pairing.files import read_jsonl, write_jsonl
 
 MAX_CACHE_HIT_RATE = 0.01  # above it a cell measured the cache (fault D20)
+
+
+@dataclass(frozen=True)
+class Offline:
+    """What is to be expected of a drafter on a workload, from the target's recorded answers."""
+
+    temperature: float  # of those answers
+    acceptance_length: float  # τ by replay
+    interval: tuple[float, float]
+    """What drafts past an answer's end, which no answer holds, leave open; at temperature > 0 also the spread over prompts,
+    as other answers are served than were recorded."""
+    teacher_forced: float | None  # τ from acceptance at every start, not only where rounds begin
+
 
 # (workload, prompt id, position) -> log p of tokens there under the target, after the target's own answer so far
 LogProbs = Mapping[tuple[str, str, int], Mapping[int, float]]
@@ -23,14 +37,14 @@ def write_results(
     plan: Plan,
     out: Path,
     versions: Mapping[str, Any],
-    replay: Mapping[tuple[str, str, str | None], float],
+    offline: Mapping[tuple[str, str, str | None], Offline],
     log_probs: LogProbs,
     references: Mapping[tuple[str, str], Sequence[int]],
 ) -> list[dict[str, Any]]:
     """Writes out/results.jsonl and returns its rows.
 
-    replay: (arm, workload, group or None) -> τ at temperature 0 predicted offline. references: (workload, id) -> the
-    answer that the target wrote when its distribution was recorded; `log_probs` hold along it.
+    offline: (arm, workload, group or None) -> what was predicted; it stands beside cells of the same temperature.
+    references: (workload, id) -> the answer that the target wrote when its distribution was recorded; `log_probs` hold along it.
     """
     blocks, requests = read_jsonl(out / "blocks.jsonl"), read_jsonl(out / "requests.jsonl")
     checks = {(r["arm"], r["temperature"]): r for r in read_jsonl(out / "losslessness.jsonl")}
@@ -44,10 +58,15 @@ def write_results(
             base = [r for r in here if r["arm"] == "target"]
             mine = [b for b in blocks if b["arm"] == arm.name and _within(b, cell)]
             check = checks.get((arm.name, temperature))
-            row = _row(plan, arm, cell, mine, [r for r in here if r["arm"] == arm.name], base, check)
+            alone = next((b["effective"] for b in blocks if b["arm"] == "target" and b.get("effective")), {})
+            row = _row(plan, arm, cell, mine, [r for r in here if r["arm"] == arm.name], base, check, alone)
             for mismatch in row["mismatches"] or []:
                 mismatch["why"] = _explain(workload, mismatch, log_probs, references, base)
-            row["replay_acceptance_length"] = replay.get((arm.name, workload, group)) if not temperature else None
+            one = offline.get((arm.name, workload, group))
+            one = one if one and one.temperature == temperature else None
+            row["teacher_forced_acceptance_length"] = one.teacher_forced if one else None
+            row["replay_acceptance_length"] = one.acceptance_length if one else None
+            row["replay_interval"] = list(one.interval) if one else None
             rows.append(row | {"versions": dict(versions)})
     write_jsonl(out / "results.jsonl", rows)
     return rows
@@ -66,6 +85,7 @@ def _row(
     requests: Sequence[Mapping[str, Any]],
     base: Sequence[Mapping[str, Any]],
     check: Mapping[str, Any] | None,
+    alone: Mapping[str, str],
 ) -> dict[str, Any]:
     counts = _sum([b["counts"] for b in blocks if b["counts"]])
     void = next((b["void"] for b in blocks if b["void"]), None if blocks else "not measured")
@@ -73,6 +93,10 @@ def _row(
         void = void or f"prefix cache hit rate {counts.prefix_cache_hit_rate:.1%}: the cell measured the cache"
     if cell["temperature"] and arm.speculation():  # a speedup stands beside its check, or does not stand
         void = void or (check["reason"] if check else "whether its output is the target's own was not checked")
+    served = next((b["effective"] for b in blocks if b.get("effective")), {})
+    other, differs = effective.differences(served, alone)
+    if other:
+        void = void or f"served otherwise than the target alone: {', '.join(other)}"
     row: dict[str, Any] = {
         "arm": arm.name,
         "kind": arm.kind,
@@ -104,11 +128,15 @@ def _row(
         "chunk_gap_ms": statistics.percentiles([g for r in requests for g in r["chunk_gap_s"]], 1000),
         "e2e_ms": statistics.percentiles([r["e2e_s"] for r in requests], 1000),
     }
-    gain = None if arm.kind == "target" or void else statistics.speedup(requests, base)
-    exact = None if arm.kind == "target" or void or cell["temperature"] else statistics.exact_match(requests, base)
+    gain = None if arm.name == "target" or void else statistics.speedup(requests, base)
+    exact = None if arm.name == "target" or void or cell["temperature"] else statistics.exact_match(requests, base)
+    width = gain.half_width if gain else None
     row |= {
         "speedup": gain.ratio if gain else None,
         "speedup_interval": list(gain.interval) if gain and gain.interval else None,
+        "speedup_half_width": width,  # of the interval, as a part of the speedup
+        "precision": plan.precision,
+        "precision_reached": width is not None and width <= plan.precision if gain and plan.precision else None,
         "exact_match": exact.fraction if exact else None,
         "losslessness": {k: v for k, v in check.items() if k != "arm"} if check else None,
         "mismatches": exact.mismatches if exact else None,
@@ -116,7 +144,7 @@ def _row(
         "prefix_cache_hit_rate": counts.prefix_cache_hit_rate if counts else None,
         "startup_s": next((b.get("startup_s") for b in blocks), None),
         "settings": {"command": next((b.get("command") for b in blocks), None), "seed": plan.seed,
-                     "resident": plan.resident, "warmup": plan.warmup},
+                     "resident": plan.resident, "warmup": plan.warmup, "effective": served, "differs": differs},
     }  # fmt: skip
     return row
 

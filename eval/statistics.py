@@ -33,6 +33,11 @@ class Speedup:
     unpaired: int
     """Prompts that one arm answered and the other didn't: anything but 0 wants an explanation."""
 
+    @property
+    def half_width(self) -> float | None:
+        """Of the interval, as a part of the ratio: 0.03 is ± 3 %."""
+        return (self.interval[1] - self.interval[0]) / 2 / self.ratio if self.interval else None
+
 
 def _per_prompt(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
     """id -> (output tokens, seconds from sent to finished), means over repeats."""

@@ -13,7 +13,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
-REPLAY_GAP = 0.05  # D15: offline and served τ further apart than this raise an alarm
+REPLAY_GAP = 0.02  # D15: served τ further than this from what replay leaves open raises an alarm
 CACHE_HITS = 0.01  # D20: a cell with a higher prefix cache hit rate measured the cache
 TIE = "a tie in rounding"  # what a mismatch's `why` says where both tokens were equally likely for the target
 REFERENCE_ARMS = ("untrained",)  # measured to show what training brought, never recommended
@@ -25,10 +25,11 @@ def judge(results: Sequence[Row], evaluation: Mapping[str, Any] | None = None) -
     The first workload of the run, at its lowest temperature and concurrency, gives the headline; the other cells are
     judged alike and named. Returns {"answer": "deploy"|"do not deploy"|"not measurable", "sentence", "best": arm|None,
     "alarms": [str], "void": [{"arm", "workload", "num_speculative_tokens", "reason"}],
-    "cells": [{"workload", "temperature", "concurrency", "arms": [arm]}]}, fastest arm first, where an arm is {"arm",
-    "kind", "model", "num_speculative_tokens", "draft_sample_method", "parallel_drafting", "speedup", "interval",
-    "acceptance_length", "draft_acceptance_rate", "exact_match", "answer": "faster"|"slower"|"no measurable difference"|
-    "differs from the target"|"void"|"not measurable", "reason"}.
+    "cells": [{"workload", "temperature", "concurrency", "noise": the A/A arm's interval|None, "arms": [arm]}]}, fastest
+    arm first, where an arm is {"arm", "kind", "model", "num_speculative_tokens", "draft_sample_method",
+    "parallel_drafting", "speedup", "interval", "acceptance_length", "draft_acceptance_rate", "exact_match",
+    "losslessness", "answer": "faster"|"slower"|"no measurable difference"|"differs from the target"|"void"|
+    "not measurable", "reason"}.
     """
     rows = latest(results)
     cells = [_cell(key, members) for key, members in _grouped(rows)]
@@ -93,16 +94,17 @@ def _grouped(rows: Sequence[Row]) -> list[tuple[tuple[Any, ...], list[Row]]]:
 
 
 def _cell(key: tuple[Any, ...], rows: Sequence[Row]) -> dict[str, Any]:
-    target = next((r for r in rows if r["kind"] == "target"), None)
-    arms = [_arm(r, target) for r in rows if r["kind"] != "target"]
+    target, again = ([r for r in rows if r["kind"] == "target"] + [None, None])[:2]
+    noise = again.get("speedup_interval") if again and not void_reason(again) else None
+    arms = [_arm(r, target, noise) for r in rows if r["kind"] != "target"]
     arms.sort(key=lambda a: -(a["speedup"] or 0.0))
-    return {"workload": key[0], "temperature": key[1], "concurrency": key[2], "arms": arms}
+    return {"workload": key[0], "temperature": key[1], "concurrency": key[2], "noise": noise, "arms": arms}
 
 
-def _arm(row: Row, target: Row | None) -> dict[str, Any]:
-    answer, reason = _arm_answer(row, target)
+def _arm(row: Row, target: Row | None, noise: Sequence[float] | None) -> dict[str, Any]:
+    answer, reason = _arm_answer(row, target, noise)
     keys = ("arm", "kind", "model", "num_speculative_tokens", "draft_sample_method", "parallel_drafting", "acceptance_length",
-            "draft_acceptance_rate", "exact_match")  # fmt: skip
+            "draft_acceptance_rate", "exact_match", "losslessness")  # fmt: skip
     measured = answer not in ("void", "not measurable")
     return {k: row.get(k) for k in keys} | {
         "speedup": row.get("speedup") if measured else None,
@@ -112,7 +114,7 @@ def _arm(row: Row, target: Row | None) -> dict[str, Any]:
     }
 
 
-def _arm_answer(row: Row, target: Row | None) -> tuple[str, str | None]:
+def _arm_answer(row: Row, target: Row | None, noise: Sequence[float] | None) -> tuple[str, str | None]:
     if void_reason(row):
         return "void", void_reason(row)
     if target is None:
@@ -129,6 +131,11 @@ def _arm_answer(row: Row, target: Row | None) -> tuple[str, str | None]:
             f"{TIE}, first {first['id']} at token {first['position']}"
         )
     low, high = row["speedup_interval"]
+    if noise and (low > 1.0 or high < 1.0) and noise[0] <= row["speedup"] <= noise[1]:
+        return "no measurable difference", (
+            f"it lies within the machine's noise, where the target alone measured twice differs from itself by "
+            f"{noise[0]:.2f} to {noise[1]:.2f}"
+        )
     if low > 1.0:
         return "faster", None
     return ("slower", _cost(row)) if high < 1.0 else ("no measurable difference", _cost(row))
@@ -174,7 +181,8 @@ def _headline(cells: Sequence[dict[str, Any]]) -> tuple[str, str, dict[str, Any]
         )
     best = ranked[0]
     low, high = best["interval"]
-    gain = "slower" if high < 1 else "no measurable gain" if low <= 1 else "faster"
+    within = best["answer"] == "no measurable difference"
+    gain = "no measurable gain" if within or low <= 1 <= high else "slower" if high < 1 else "faster"
     why = f": {best['reason']}" if best["reason"] else ""
     parts = [
         f"Do not deploy: {'outputs change' if gain == 'faster' else 'no gain'}; the fastest arm, {_named(best)}, serves "
@@ -217,6 +225,8 @@ def _accepted(arm: Mapping[str, Any]) -> str:
 
 
 def _same(arm: Mapping[str, Any]) -> str:
+    if check := arm["losslessness"]:
+        return f"{check['tokens']} sampled tokens agree with the target's own distribution (p = {check['p']:.2g})"
     if arm["exact_match"] is None:
         return "whether the outputs are the target's own was not checked"
     if arm["exact_match"] == 1:
@@ -237,22 +247,40 @@ def _elsewhere(best: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> l
 
 
 def _served_alarms(rows: Sequence[Row]) -> list[str]:
-    alarms = []
+    alarms = _settings_alarms(rows)
     for r in rows:
         if r.get("group") is not None or void_reason(r):
             continue  # a group is a part of a cell already looked at
         replay, served = r.get("replay_acceptance_length"), r.get("acceptance_length")
-        if replay and served and abs(replay / served - 1) > REPLAY_GAP:
+        low, high = r.get("replay_interval") or (replay, replay)
+        if replay and served and not low * (1 - REPLAY_GAP) <= served <= high * (1 + REPLAY_GAP):
             alarms.append(
                 f"Offline and served disagree: {r['arm']} on {r['workload']} at K = {r['num_speculative_tokens']} has "
                 f"τ {replay:.2f} by replay and {served:.2f} served ({(replay / served - 1) * 100:+.1f} %; "
-                f"limit {REPLAY_GAP * 100:.0f} %): find out why before trusting either."
+                f"limit {REPLAY_GAP * 100:.0f} % outside {low:.2f} to {high:.2f}): find out why before trusting either."
+            )
+        if r.get("precision_reached") is False:
+            alarms.append(
+                f"Precision not reached: the speedup of {r['arm']} on {_where(r)} is known to ± {_width(r)}, asked "
+                f"± {r['precision'] * 100:g} %, after {r['repeats']} repeat{'s' if r['repeats'] != 1 else ''} of "
+                f"{r['prompts']} prompts: give more repeats, or more prompts (limit) where those differ."
             )
         if r["kind"] == "target" and (r.get("settings") or {}).get("ignore_eos"):
             alarms.append(
                 f"Not representative: {r['workload']} was measured with ignore_eos: answers ran past their end."
             )
     return alarms
+
+
+def _width(row: Row) -> str:
+    width = row["speedup_half_width"]
+    return "nothing" if width is None else f"{width * 100:.1f} %"
+
+
+def _settings_alarms(rows: Sequence[Row]) -> list[str]:
+    """A line an arm, whatever its cells: what its server ran with besides speculation and the target alone's did not."""
+    differs = {r["arm"]: (r.get("settings") or {}).get("differs") for r in rows}
+    return [f"Served otherwise than the target alone: {arm}: {'; '.join(d)}." for arm, d in differs.items() if d]
 
 
 def _changes(evaluation: Mapping[str, Any] | None) -> list[tuple[str, str, list[float]]]:

@@ -2,6 +2,7 @@
 
 draftsmith measure --config measure.yaml
 draftsmith measure target=… drafters.drafter=runs/drafter workloads.mine.answers=runs/data/heldout out=runs/measure
+draftsmith measure --config measure.yaml --require "speedup>=1.2@c1" --require "exact_match>=1"    # exit 1 where not met
 
 Arms: the target alone, each drafter, and vLLM's n-gram proposer. Prompts come from answers folders (`generate`), whose
 recorded distribution also gives the acceptance length that is to be expected, and explains outputs that differ.
@@ -28,12 +29,13 @@ from distill.answers import Answers, open_answers, require_target
 from distill.batches import Rows, check_rows
 from distill.evaluate import score_prompts
 from distill.evaluate_parallel import score_rounds
-from eval import server
-from eval.measure import Arm, Plan, Request, measure
+from eval import requirements, server
+from eval.measure import AGAIN, Arm, Plan, Request, measure
 from eval.report import markdown_results
-from eval.results import write_results
-from pairing.acceptance import replay, replay_rounds
+from eval.results import Offline, write_results
+from pairing.acceptance import acceptance_length_of, replay, replay_rounds, uniform_starts
 from pairing.alignment import check_pair, tokens_by_id
+from pairing.bootstrap import interval
 from pairing.engine import Engine, require_vllm
 from pairing.errors import InputError
 from pairing.files import read_json
@@ -79,9 +81,15 @@ class MeasureConfig(Strict):
     concurrencies: list[Annotated[int, Field(ge=1)]] = Field(default=[1], min_length=1)
     """requests in flight"""
     repeats: int = Field(default=2, ge=1)
-    """times that every prompt is sent to every arm"""
+    """times that every prompt is sent to every arm; with `precision` at most so many"""
     minutes: float | None = None
     """begin no further repeat after this long; the first is always finished"""
+    precision: float | None = Field(default=None, gt=0, lt=1)
+    """begin no further repeat once every speedup's 95 % interval is this narrow: 0.03 is ± 3 %"""
+    aa: bool = False
+    """serve the target alone a second time: its "speedup" shows the machine's noise"""
+    require: list[str] = Field(default_factory=list)
+    """what must be met for exit code 0, as "speedup>=1.2@c1" (docs/measure.md); also --require, repeatable"""
     seed: int = 0
     """of sampling"""
     warmup: int = Field(default=2, ge=0)
@@ -107,9 +115,9 @@ class MeasureConfig(Strict):
 def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, dict[str, Answers]]:
     """Everything checked that can be before a server starts. Raises InputError."""
     target = resolve(config.target)
-    arms = [Arm("target", "target")]
+    arms = [Arm("target", "target"), *([Arm(AGAIN, "target")] if config.aa else [])]
     for name, folder in config.drafters.items():
-        if name in ("target", "ngram"):
+        if name in ("target", "ngram", AGAIN):
             raise InputError(f"drafters.{name}: that name is taken: choose another")
         source = resolve(folder)
         drafter, report = source.path, check_pair(target, source)
@@ -145,6 +153,7 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
     plan = Plan(
         target.path, arms, workloads, settings, config.repeats, config.minutes, tuple(config.concurrencies),
         tuple(config.temperatures), config.seed, config.warmup, config.resident, start_timeout_s=config.start_timeout_s,
+        precision=config.precision,
     )  # fmt: skip
     return plan, target, answers
 
@@ -189,14 +198,18 @@ def chosen(answers: Answers, workload: WorkloadConfig, group_by: str | None) -> 
     return [r for requests in groups.values() for r in requests[: max(1, round(share * len(requests)))]]
 
 
-def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[str, str, str | None], float]:
-    """(arm, workload, group) -> τ by replay: the drafter teacher-forced on the target's recorded answers."""
+def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[str, str, str | None], Offline]:
+    """(arm, workload, group) -> τ by replay: the drafter teacher-forced on the target's recorded answers, as far as they are
+    asked for."""
     accelerator, out = Accelerator(), {}
     for arm in plan.arms:
         if arm.model is None:
             continue
         model = load_model(arm.model).to(accelerator.device)
         for name, requests in plan.workloads.items():
+            temperature = float(answers[name].meta.get("sampling", {}).get("temperature", 0.0))
+            if temperature and arm.draft_sample_method != "greedy":
+                continue  # w is top-1 agreement here, which is the chance of acceptance for argmax drafts alone
             rows = check_rows(
                 answers[name],
                 name,
@@ -204,13 +217,26 @@ def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[s
                 real=real,
                 context=model.config.max_position_embeddings,
             )
-            accepted, K = last_rounds(accelerator, model, rows, arm), arm.num_speculative_tokens
+            accepted = last_rounds(accelerator, model, rows, arm)
             for group in {None, *(r.group for r in requests)}:
-                w = [accepted[r.id] for r in requests if group in (None, r.group) and r.id in accepted]
-                out[arm.name, name, group] = (replay_rounds if arm.parallel_drafting else replay)(
-                    w, K
-                ).acceptance_length
+                asked = [r for r in requests if group in (None, r.group) and r.id in accepted]
+                w = [accepted[r.id][: r.max_tokens] for r in asked]
+                out[arm.name, name, group] = offline(w, arm, temperature)
     return out
+
+
+def offline(w: list[Any], arm: Arm, temperature: float) -> Offline:
+    """What is to be expected by each prompt's chances of acceptance, as `last_rounds` gives them."""
+    found = (replay_rounds if arm.parallel_drafting else replay)(w, arm.num_speculative_tokens)
+    tau = found.acceptance_length
+    low, high = found.acceptance_length_low, found.acceptance_length_high
+    if (
+        temperature
+    ):  # the served answers are another draw than the recorded ones: both have the noise of as many prompts
+        below, above = interval(lambda w_RP: acceptance_length_of(found, w_RP), len(w))
+        low, high = min(low, tau - 2**0.5 * (tau - below)), max(high, tau + 2**0.5 * (above - tau))
+    forced = None if arm.parallel_drafting else uniform_starts(w, arm.num_speculative_tokens)
+    return Offline(temperature, tau, (low, high), None if forced is None or forced != forced else forced)
 
 
 def last_rounds(accelerator: Accelerator, model: Any, rows: Rows, arm: Arm) -> dict[str, Any]:
@@ -269,10 +295,26 @@ def record(plan: Plan, rows: list[dict[str, Any]]) -> None:
         )
 
 
+def with_requirements(argv: list[str]) -> list[str]:
+    """Each `--require TEXT` or `--require=TEXT` taken out, and all of them as an override of the key."""
+    words, texts = iter(argv), []
+    rest = []
+    for word in words:
+        if word == "--require" or word.startswith("--require="):
+            text = word.partition("=")[2] if "=" in word else next(words, None)
+            if not text:
+                raise InputError(f"--require needs what is required: {requirements.FORM}")
+            texts.append(text)
+        else:
+            rest.append(word)
+    return [*rest, f"require={json.dumps(texts)}"] if texts else rest
+
+
 def main(argv: list[str]) -> int:
-    config, args = parse(MeasureConfig, argv, about=__doc__ or "")
+    config, args = parse(MeasureConfig, with_requirements(argv), about=__doc__ or "")
     engine = require_vllm("measure")
     plan, target, answers = plan_of(config, engine)
+    required = requirements.read(config.require, plan)
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     if target.note:
         notes.print(target.note, markup=False)
@@ -287,7 +329,7 @@ def main(argv: list[str]) -> int:
         for arm in plan.arms:
             print(server.serve_line(server.serve_words(plan.target, arm.speculation(), plan.settings, 8000)))
         return 0
-    open_run(config.out, config)
+    open_run(config.out, config, free=("require",))
     measure(plan, config.out)
     real = max(tokens_by_id(load_tokenizer(target.path))) + 1  # the padding rows from here on are never drafted
     log_probs, references = recorded(answers)
@@ -296,7 +338,10 @@ def main(argv: list[str]) -> int:
     if config.record:
         record(plan, rows)
     print(json.dumps(rows, indent=2) if args.json else markdown_results(rows))
-    return 0
+    met, missed = requirements.judge(required, rows)
+    for line in [*met, *missed]:
+        notes.print(line, markup=False)
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pairing.errors import PartFailedError
 from pairing.files import read_jsonl
 
 ANSWER = [5, 6, 7, 8, 9]
+OFFLINE = results.Offline(0.0, 3.9, (3.9, 4.0), 3.7)
 
 
 class Engine:
@@ -71,7 +72,7 @@ class Engine:
             raise PartFailedError(f"{url}: the server broke off")
         ids = self.outputs.get(url, ANSWER)
         self.tokens[url] += len(ids) * len(prompts)
-        drafted = url != "target"
+        drafted = not url.startswith("target")
         self.drafts[url] += drafted * len(prompts)
         chunks = [(0.1, 1), (0.3, len(ids) - 1)] if drafted else [(0.1 * (i + 1), 1) for i in range(len(ids))]
         return [client.Answer(ids, chunks, len(ids), "stop", 0.0) for _ in prompts]
@@ -79,7 +80,7 @@ class Engine:
     def metrics(self, url: str) -> str:
         n = self.drafts[url]
         lines = [f'vllm:generation_tokens_total{{engine="0"}} {self.tokens[url]}']
-        if url != "target":
+        if not url.startswith("target"):
             lines += [
                 f'vllm:spec_decode_num_drafts_total{{engine="0"}} {n}',
                 f'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {4 * n}',
@@ -114,7 +115,7 @@ def plan(**kwargs: Any) -> Plan:
 
 
 def write(p: Plan, out: Path) -> list[dict[str, Any]]:
-    return results.write_results(p, out, {}, {("drafter", "orders", None): 3.9}, {}, {})
+    return results.write_results(p, out, {}, {("drafter", "orders", None): OFFLINE}, {}, {})
 
 
 def cell(rows: list[dict[str, Any]], arm: str, group: str | None = None) -> dict[str, Any]:
@@ -133,6 +134,7 @@ def test_figures_by_hand(engine: Engine, tmp_path: Path) -> None:
     assert drafter["emitted_acceptance_length"] == 4.0
     assert drafter["num_accepted_tokens_per_pos"] == [10, 10, 10, 0]
     assert drafter["replay_acceptance_length"] == 3.9
+    assert (drafter["replay_interval"], drafter["teacher_forced_acceptance_length"]) == ([3.9, 4.0], 3.7)
     assert drafter["speedup"] == pytest.approx(5 / 3)  # 0.5 s against 0.3 s for the same five tokens
     assert drafter["tpot_ms"]["p50"] == pytest.approx(50)  # 0.2 s for four tokens after the first
     assert drafter["chunk_gap_ms"]["p50"] == pytest.approx(200)
@@ -286,7 +288,7 @@ def test_outputs_that_differ_are_explained(engine: Engine, tmp_path: Path) -> No
 def test_a_sampled_cell_counts_only_if_the_arm_was_found_lossless(
     engine: Engine, tmp_path: Path, resident: bool
 ) -> None:
-    """Each arm is drawn from once a temperature > 0, judged by the target alone wherever that is up, and not again on resuming."""
+    """Each arm is drawn from once a temperature > 0, judged by the target alone once that is up, and not again on resuming."""
     engine.lossy = {"ngram"}
     p = plan(repeats=1, warmup=0, temperatures=(0.0, 1.0), resident=resident)
     measure.measure(p, tmp_path)
@@ -325,6 +327,85 @@ def test_no_further_repeat_when_the_time_is_used_up(engine: Engine, tmp_path: Pa
     p = plan(minutes=0.0, repeats=3)
     measure.measure(p, tmp_path)
     assert {r["repeat"] for r in read_jsonl(tmp_path / "requests.jsonl")} == {0}
+
+
+def noisy(engine: Engine, monkeypatch: pytest.MonkeyPatch, quiet_after: int) -> None:
+    """The drafter takes 1 to 3 times as long, by prompt and repeat; after so many answers always twice."""
+
+    def complete(url: str, *rest: Any, **more: Any) -> list[client.Answer]:
+        answers, n = engine.complete(url, *rest, **more), engine.order.count(url)
+        if url != "drafter":
+            return answers
+        factor = 2.0 if n > quiet_after else 1.0 + (n % 5) / 2
+        return [replace(a, arrivals=[(t * factor, k) for t, k in a.arrivals]) for a in answers]
+
+    monkeypatch.setattr(client, "complete", complete)
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_repeats_go_on_until_the_interval_is_as_narrow_as_asked(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resident: bool
+) -> None:
+    """Five prompts that differ by up to threefold in repeat 0 and not at all later: the means over repeats draw together."""
+    noisy(engine, monkeypatch, quiet_after=5)
+    asked = plan(repeats=9, warmup=0, precision=0.1, resident=resident)
+    measure.measure(asked, tmp_path)
+    row = cell(write(asked, tmp_path), "drafter")
+    low, high = row["speedup_interval"]
+    assert row["speedup_half_width"] == pytest.approx((high - low) / 2 / row["speedup"])
+    assert 1 < row["repeats"] < 9
+    assert row["speedup_half_width"] <= 0.1
+    assert (row["precision"], row["precision_reached"]) == (0.1, True)
+    assert {r["repeat"] for r in read_jsonl(tmp_path / "requests.jsonl")} == set(range(row["repeats"]))
+    before, engine.order = row["repeats"], []
+    measure.measure(asked, tmp_path)  # whole: no further repeat
+    assert engine.order == []
+    engine.order = []
+    fewer = replace(asked, repeats=before - 1)
+    measure.measure(fewer, tmp_path / "fewer")
+    row = cell(write(fewer, tmp_path / "fewer"), "drafter")
+    assert (row["repeats"], row["precision_reached"]) == (before - 1, False)
+
+
+def test_a_repeat_that_was_begun_is_finished_before_precision_is_asked_for(engine: Engine, tmp_path: Path) -> None:
+    p = plan(warmup=0, precision=0.5, repeats=3)  # reached at once: no answer differs in time
+    measure.measure(plan(warmup=0, repeats=2), tmp_path)
+    rows = read_jsonl(tmp_path / "blocks.jsonl")
+    (tmp_path / "blocks.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[:9]))  # half of repeat 1
+    measure.measure(p, tmp_path)
+    assert [r["repeat"] for r in read_jsonl(tmp_path / "requests.jsonl")].count(1) == 15
+    assert {r["repeat"] for r in read_jsonl(tmp_path / "requests.jsonl")} == {0, 1}
+
+
+def test_the_target_again_is_an_arm_whose_speedup_is_noise(engine: Engine, tmp_path: Path) -> None:
+    p = plan(warmup=0)
+    p = replace(p, arms=[p.arms[0], Arm(measure.AGAIN, "target"), *p.arms[1:]])
+    measure.measure(p, tmp_path)
+    again = cell(write(p, tmp_path), measure.AGAIN)
+    assert (again["speedup"], again["exact_match"], again["acceptance_length"]) == (1.0, 1.0, None)
+    assert again["speedup_interval"] == [1.0, 1.0]
+
+
+def test_an_arm_served_in_another_precision_is_void(engine: Engine, tmp_path: Path) -> None:
+    """And what else its server did otherwise is told: vLLM's own words of both logs."""
+    p = plan(repeats=1, warmup=0)
+    line = "Initializing a V1 LLM engine (v0.32.0) with config: model='m', skip_tokenizer_init=False, dtype=torch.{}, "
+    line += "enforce_eager=True\n"
+    (tmp_path / "logs").mkdir()
+    for arm, dtype in (("target", "float32"), ("drafter", "bfloat16"), ("ngram", "float32")):
+        (tmp_path / "logs" / f"{arm}.log").write_text("non-default args: {}\n" + line.format(dtype))
+    with open(tmp_path / "logs" / "ngram.log", "a") as log:
+        log.write("Async scheduling not supported with ngram-based speculative decoding and will be disabled.\n")
+    measure.measure(p, tmp_path)
+    rows = write(p, tmp_path)
+    assert (
+        cell(rows, "drafter")["void"] == "served otherwise than the target alone: dtype bfloat16, the target's float32"
+    )
+    ngram = cell(rows, "ngram")
+    assert ngram["void"] is None
+    assert ngram["settings"]["differs"] == ["scheduling synchronous, the target's unknown"]
+    assert ngram["settings"]["effective"]["eager"] == "True"
+    assert ngram["settings"]["effective"]["attention"] == "unknown"
 
 
 def test_speculation_words() -> None:

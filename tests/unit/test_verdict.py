@@ -219,3 +219,49 @@ def test_what_to_serve_with() -> None:
     slower = judge(rows(drafter(0.7, 0.6, 0.8)))
     assert (serve_with(slower, "org/target", own) or {})["command"] == "vllm serve org/target"
     assert serve_with(judge([]), "org/target", own) is None
+
+
+def test_a_gain_within_the_machines_noise_is_none() -> None:
+    """A/A: the target against itself measured 0.95 to 1.12, so 1.10 says nothing and 1.30 does."""
+    again = result("target-again", "target", speedup=1.03, speedup_interval=[0.95, 1.12], exact_match=1.0)
+    (cell,) = (found := judge(rows(again, drafter(1.10, 1.05, 1.15))))["cells"]
+    assert found["answer"] == "do not deploy"
+    assert "no measurable gain: it lies within the machine's noise" in found["sentence"]
+    assert "differs from itself by 0.95 to 1.12" in found["sentence"]
+    assert [a["arm"] for a in cell["arms"]] == ["drafter"]
+    assert cell["noise"] == [0.95, 1.12]
+    assert judge(rows(drafter(1.10, 1.05, 1.15)))["answer"] == "deploy"
+    assert judge(rows(again, drafter(1.30, 1.25, 1.35)))["answer"] == "deploy"
+
+
+def test_sampled_output_names_its_check() -> None:
+    check = {"passed": True, "p": 0.4, "tokens": 528}
+    found = judge(rows(drafter(1.3, 1.2, 1.4, exact_match=None, mismatches=None, losslessness=check)))
+    assert found["sentence"].endswith("and 528 sampled tokens agree with the target's own distribution (p = 0.4).")
+
+
+def test_precision_that_was_not_reached_is_an_alarm() -> None:
+    asked = {"speedup_half_width": 0.051, "precision": 0.03, "precision_reached": False}
+    (alarm,) = judge(rows(drafter(1.3, 1.24, 1.37, **asked)))["alarms"]
+    assert alarm.startswith("Precision not reached: the speedup of drafter on orders is known to ± 5.1 %, asked ± 3 %")
+    assert judge(rows(drafter(1.3, 1.24, 1.37, **asked | {"precision_reached": True})))["alarms"] == []
+
+
+@pytest.mark.parametrize(
+    ("interval", "alarm"), [(None, True), ([3.12, 3.2], False), ([3.12, 3.18], True), ([3.32, 3.4], True)]
+)
+def test_replay_and_served_may_differ_by_two_percent_of_what_replay_leaves_open(
+    interval: list[float] | None, alarm: bool
+) -> None:
+    """Served τ is 3.25; replay says 3.12 (4 % below), drafts past an answer's end could bring it to the upper bound."""
+    one = drafter(1.3, 1.2, 1.4, replay_acceptance_length=3.12, replay_interval=interval)
+    assert bool(judge(rows(one))["alarms"]) == alarm
+
+
+def test_arms_served_otherwise_are_told_once() -> None:
+    one = drafter(1.3, 1.2, 1.4)
+    one["settings"] = one["settings"] | {"differs": ["scheduling synchronous, the target's unknown"]}
+    found = judge(rows(one, one | {"workload": "code"}))
+    assert found["alarms"] == [
+        "Served otherwise than the target alone: drafter: scheduling synchronous, the target's unknown."
+    ]

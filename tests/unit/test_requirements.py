@@ -1,0 +1,118 @@
+"""`--require`: what is read, what is refused before anything is served, and what lets a build pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval import requirements
+from eval.measure import Arm, Plan
+from eval.server import Settings
+from pairing.errors import InputError
+from recipes.config import parse
+from recipes.measure import MeasureConfig, with_requirements
+from tests.sample_run import result
+
+ARMS = [Arm("target", "target"), Arm("drafter", "draft_model", Path("d"), 4), Arm("ngram", "ngram", None, 4)]
+PLAN = Plan(Path("t"), ARMS, {"orders": [], "code": []}, Settings(), concurrencies=(1, 8), temperatures=(0.0, 0.7))
+
+
+def rows(**drafter: Any) -> list[dict[str, Any]]:
+    """Every cell of PLAN: the drafter 1.3x (1.2 to 1.4), n-gram slower."""
+    fields = {"speedup": 1.3, "speedup_interval": [1.2, 1.4], "acceptance_length": 3.0, "draft_acceptance_rate": 0.5}
+    slow = {"speedup": 0.9, "speedup_interval": [0.8, 1.0]}
+    cells = [
+        {"workload": w, "temperature": t, "concurrency": c} for w in PLAN.workloads for t in (0.0, 0.7) for c in (1, 8)
+    ]
+    arms = [
+        result("target", "target"),
+        result("drafter", "draft_model", **fields | drafter),
+        result("ngram", "ngram", **slow),
+    ]
+    return [row | at for at in cells for row in arms]
+
+
+def judged(text: str, measured: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
+    return requirements.judge(requirements.read([text], PLAN), measured)
+
+
+@pytest.mark.parametrize(
+    ("text", "met", "missed"),
+    [
+        ("speedup>=1.2", 8, 0),
+        ("speedup>1.2", 0, 8),
+        ("speedup >= 1.25", 0, 8),  # the point is 1.3: noise lets no build pass
+        ("speedup>=1.2@c1", 4, 0),
+        ("speedup>=1.2@c1@orders@t0.7", 1, 0),
+        ("speedup>=1.2@ngram@c8", 0, 4),
+        ("acceptance_length>=3@orders", 4, 0),
+        ("draft_acceptance_rate>0.5@orders@t0", 0, 2),
+        ("exact_match>=1", 4, 0),  # at temperature 0
+    ],
+)
+def test_every_cell_that_is_named_must_meet_it(text: str, met: int, missed: int) -> None:
+    good, bad = judged(text, rows())
+    assert (len(good), len(bad)) == (met, missed)
+
+
+def test_the_line_says_what_was_judged() -> None:
+    _, (line,) = judged("speedup>=1.25@c1@orders@t0", rows())
+    assert line == (
+        "not met: speedup>=1.25@c1@orders@t0: drafter on orders, temperature 0, 1 in flight: speedup 1.300, judged by the "
+        "lower bound of its 95 % interval, 1.200 to 1.400"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"void": "the server died"}, "void: the server died"),
+        ({"prefix_cache_hit_rate": 0.5}, "prefix cache hit rate 50.0 %"),
+        ({"speedup": None, "speedup_interval": None}, "not measurable"),
+        ({"speedup_interval": None}, "no interval"),
+    ],
+)
+def test_nothing_passes_on_a_void_cell(fields: dict[str, Any], why: str) -> None:
+    good, bad = judged("speedup>=0.1@c1", rows(**fields))
+    assert (len(good), len(bad)) == (0, 4)
+    assert all(why in line for line in bad)
+    assert judged("speedup>=0.1", []) == ([], ["not met: speedup>=0.1: no such cell was measured"])
+
+
+def test_without_a_drafter_it_is_asked_of_every_arm() -> None:
+    plan = Plan(Path("t"), [ARMS[0], ARMS[2]], {"orders": []}, Settings())
+    (one,) = requirements.read(["speedup>=1"], plan)
+    assert one.arms == ("ngram",)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("speed>=1.2", "is no requirement"),
+        ("speedup=1.2", "is no requirement"),
+        ("speedup<=1.2", "is no requirement"),
+        ("speedup>=fast", "is no requirement"),
+        ("", "is no requirement"),
+        ("speedup>=1.2@c4", "c4 is not measured: concurrencies are 1, 8"),
+        ("speedup>=1.2@t1", "t1 is not measured: temperatures are 0, 0.7"),
+        ("speedup>=1.2@eagle", "'eagle' is not measured: arms are drafter, ngram; workloads orders, code"),
+        ("speedup>=1.2@target", "'target' is not measured"),
+        ("speedup>=1.2@orders@code", "names its workloads twice"),
+        ("exact_match>=1@t0.7", "at temperature 0 only"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused_in_one_line(text: str, why: str) -> None:
+    with pytest.raises(InputError, match="require: ") as e:
+        requirements.read([text], PLAN)
+    assert why in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_the_flag_is_the_key() -> None:
+    argv = ["--require", "speedup>=1.2@c1", "target=t", "--require=exact_match>=1", "workloads={}", "out=o"]
+    config, _ = parse(MeasureConfig, with_requirements(argv))
+    assert config.require == ["speedup>=1.2@c1", "exact_match>=1"]
+    with pytest.raises(InputError, match="--require needs"):
+        with_requirements(["target=t", "--require"])
