@@ -254,10 +254,11 @@ def _served_alarms(rows: Sequence[Row]) -> list[str]:
         replay, served = r.get("replay_acceptance_length"), r.get("acceptance_length")
         low, high = r.get("replay_interval") or (replay, replay)
         if replay and served and not low * (1 - REPLAY_GAP) <= served <= high * (1 + REPLAY_GAP):
+            beyond = f" outside {low:.2f} to {high:.2f}" if low < high else ""
             alarms.append(
                 f"Offline and served disagree: {r['arm']} on {r['workload']} at K = {r['num_speculative_tokens']} has "
                 f"τ {replay:.2f} by replay and {served:.2f} served ({(replay / served - 1) * 100:+.1f} %; "
-                f"limit {REPLAY_GAP * 100:.0f} % outside {low:.2f} to {high:.2f}): find out why before trusting either."
+                f"limit {REPLAY_GAP * 100:.0f} %{beyond}): find out why before trusting either."
             )
         if r.get("precision_reached") is False:
             alarms.append(

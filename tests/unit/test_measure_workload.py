@@ -72,7 +72,12 @@ def test_a_drafter_with_a_mask_is_measured_both_ways(tmp_path: Path) -> None:
     plan = Plan(target, [one, other], {"w": chosen(answers["w"], WorkloadConfig(answers=folder), None)}, Settings())
     found = expected(plan, answers, tiny.REAL_TOKENS)
     assert set(found) == {("own", "w", None), ("own-parallel", "w", None)}
-    assert all(1 <= tau <= 7 for tau in found.values())
+    for one_of in found.values():
+        low, high = one_of.interval
+        assert 1 <= low <= one_of.acceptance_length <= high <= 7
+        assert one_of.temperature == 0
+    assert 1 <= (found["own", "w", None].teacher_forced or 0) <= 5
+    assert found["own-parallel", "w", None].teacher_forced is None
 
     blank = dict.fromkeys(("workload", "temperature", "concurrency", "draft_acceptance_rate", "acceptance_length",
                            "speedup_interval", "exact_match", "void", "versions", "group"))  # fmt: skip
