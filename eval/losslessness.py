@@ -76,7 +76,7 @@ def draw(
     chance = random.Random(seed)
     seeds = [chance.randrange(2**31) for _ in asked]
     sampling = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": False}
-    answers = client.complete(url, model, asked, sampling, timeout_s, in_flight, seeds)
+    answers = client.complete(url, model, asked, sampling, timeout_s, in_flight, seeds=seeds)
     return [Draw(p, a.output_ids) for p, a in zip(asked, answers, strict=True)]
 
 

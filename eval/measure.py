@@ -12,8 +12,7 @@ import contextlib
 import time
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from itertools import product
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,13 +171,13 @@ def measure(plan: Plan, out: Path) -> None:
 
 def precise(plan: Plan, out: Path) -> bool:
     """Whether every arm's speedup in every cell is known to plan.precision by now; what was never answered can't become so."""
-    requests = read_jsonl(out / "requests.jsonl")
-    for name, temperature, concurrency in product(plan.workloads, plan.temperatures, plan.concurrencies):
-        asked = (name, temperature, concurrency)
-        here = [r for r in requests if (r["workload"], r["temperature"], r["concurrency"]) == asked]
-        base = [r for r in here if r["arm"] == plan.arms[0].name]
-        for arm in plan.arms[1:]:
-            gain = statistics.speedup([r for r in here if r["arm"] == arm.name], base)
+    cells: dict[Key, dict[str, list[dict[str, Any]]]] = {}
+    for row in read_jsonl(out / "requests.jsonl"):
+        cell = cells.setdefault(replace(key_of(row), group=None, repeat=0), {arm.name: [] for arm in plan.arms})
+        cell[row["arm"]].append(row)
+    for cell in cells.values():
+        base, *others = cell.values()
+        for gain in (statistics.speedup(rows, base) for rows in others):
             if gain and (gain.half_width is None or gain.half_width > (plan.precision or 0)):
                 return False
     return True

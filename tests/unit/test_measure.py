@@ -58,6 +58,7 @@ class Engine:
         sampling: Any,
         timeout_s: float,
         in_flight: int = 1,
+        *,
         seeds: list[int] | None = None,
     ) -> list[client.Answer]:
         if seeds is not None:  # of the losslessness check: any of ten tokens is as likely, unless the arm has a fault
