@@ -164,7 +164,9 @@ def measure(plan: Plan, out: Path) -> None:
                         if may_begin(key.repeat):
                             out_of_it = ChainMap(dead, lossy.get(key.temperature, {}))  # what dies is written to `dead`
                             _write_block(out, _run_block(plan, key, requests, arms, servers, out_of_it, advance))
-        if _unjudged(plan, out):  # one server at a time: the target was up before these draws were made
+        if plan.arms[0].name == "target" and _unjudged(
+            plan, out
+        ):  # one server at a time: the target was up before these draws were made
             with _serving(plan, plan.arms[:1], out) as (servers, dead):
                 _check_lossless(plan, out, servers, dead, advance)
 
