@@ -62,7 +62,8 @@ def differences(arm: Mapping[str, str], target: Mapping[str, str]) -> tuple[list
 
     Unknown on one side is to know of; on both sides there is nothing to say.
     """
-    voids, alarms = [], []
+    voids: list[str] = []
+    alarms: list[str] = []
     for name in arm.keys() & target.keys() - set(OF_SPECULATION):
         a, b = arm[name], target[name]
         if a != b:

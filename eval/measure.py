@@ -78,7 +78,6 @@ class Plan:
     settings: server.Settings
     repeats: int = 1
     minutes: float | None = None  # no new repeat is begun after this long; the first is always finished
-    precision: float | None = None  # no new repeat is begun once every speedup's half_width is at most this
     concurrencies: tuple[int, ...] = (1,)  # requests in flight
     temperatures: tuple[float, ...] = (0.0,)
     seed: int = 0
@@ -86,6 +85,7 @@ class Plan:
     resident: bool = True
     request_timeout_s: float = 300
     start_timeout_s: float = 900
+    precision: float | None = None  # no new repeat is begun once every speedup's half_width is at most this
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,10 @@ def measure(plan: Plan, out: Path) -> None:
     total = sum(len(requests) * len(arms) for arms, work in todo for _, requests in work)
     with bar("measuring", total) as advance:
         for arms, work in todo:
-            while work := [b for b in work if may_begin(b[0].repeat)]:
+            # each repeat is decided on when its turn comes, not when the servers start
+            while work := [b for b in work if allowed.get(b[0].repeat, True)]:
+                if not may_begin(work[0][0].repeat):
+                    continue
                 advance(0, f"starting {len(arms)} servers")
                 with _serving(plan, arms, out) as (servers, dead):
                     never_came_up = bool(dead)

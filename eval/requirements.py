@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.measure import Arm, Plan
+from eval.measure import Plan
 from eval.verdict import void_reason
 from pairing.errors import InputError
 
@@ -47,7 +47,7 @@ def _read(text: str, plan: Plan) -> Requirement:
         raise InputError(f"require: {text!r} is no requirement: {FORM}")
     metric, sign, bound = found.groups()
     own = [a for a in plan.arms if a.kind != "target"]
-    arms = [a.name for a in own if drafts_by_model(a)] or [a.name for a in own]
+    arms = [a.name for a in own if a.model] or [a.name for a in own]
     chosen: dict[str, tuple[Any, ...]] = {
         "arms": tuple(arms),
         "workloads": tuple(plan.workloads),
@@ -70,30 +70,21 @@ def _read(text: str, plan: Plan) -> Requirement:
     return Requirement(text, metric, sign == ">", float(bound), **chosen)
 
 
-def drafts_by_model(arm: Arm) -> bool:
-    return arm.model is not None
-
-
 def _where(part: str, text: str, plan: Plan, arms: Sequence[str]) -> tuple[str, Any]:
-    if found := re.fullmatch(r"c(\d+)", part):
-        what, value, held = "concurrencies", int(found[1]), list(plan.concurrencies)
-    elif found := re.fullmatch(r"t(\d*\.?\d+)", part):
-        what, value, held = "temperatures", float(found[1]), list(plan.temperatures)
-    elif part in arms and part in plan.workloads:
+    if found := re.fullmatch(r"([ct])(\d*\.?\d+)", part):
+        what, held = {"c": ("concurrencies", plan.concurrencies), "t": ("temperatures", plan.temperatures)}[found[1]]
+        if float(found[2]) not in held:
+            given = ", ".join(f"{v:g}" for v in held)
+            raise InputError(f"require: {text!r}: {part} is not measured: {what} are {given}")
+        return what, float(found[2])
+    if part in arms and part in plan.workloads:
         raise InputError(f"require: {text!r}: {part!r} is an arm and a workload: name one of them otherwise")
-    elif part in arms:
-        return "arms", part
-    elif part in plan.workloads:
-        return "workloads", part
-    else:
-        raise InputError(
-            f"require: {text!r}: {part!r} is not measured: arms are {', '.join(arms)}; workloads {', '.join(plan.workloads)}; "
-            f"then cN and tT"
-        )
-    if value not in held:
-        given = ", ".join(f"{v:g}" for v in held)
-        raise InputError(f"require: {text!r}: {part} is not measured: {what} are {given}")
-    return what, value
+    if part in arms or part in plan.workloads:
+        return "arms" if part in arms else "workloads", part
+    raise InputError(
+        f"require: {text!r}: {part!r} is not measured: arms are {', '.join(arms)}; workloads {', '.join(plan.workloads)}; then "
+        f"cN and tT"
+    )
 
 
 def judge(requirements: Sequence[Requirement], rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:

@@ -58,7 +58,9 @@ def write_results(
             base = [r for r in here if r["arm"] == "target"]
             mine = [b for b in blocks if b["arm"] == arm.name and _within(b, cell)]
             check = checks.get((arm.name, temperature))
-            alone = next((b["effective"] for b in blocks if b["arm"] == "target" and b.get("effective")), {})
+            alone: Mapping[str, str] = next(
+                (b["effective"] for b in blocks if b["arm"] == "target" and b.get("effective")), {}
+            )
             row = _row(plan, arm, cell, mine, [r for r in here if r["arm"] == arm.name], base, check, alone)
             for mismatch in row["mismatches"] or []:
                 mismatch["why"] = _explain(workload, mismatch, log_probs, references, base)
@@ -93,7 +95,7 @@ def _row(
         void = void or f"prefix cache hit rate {counts.prefix_cache_hit_rate:.1%}: the cell measured the cache"
     if cell["temperature"] and arm.speculation():  # a speedup stands beside its check, or does not stand
         void = void or (check["reason"] if check else "whether its output is the target's own was not checked")
-    served = next((b["effective"] for b in blocks if b.get("effective")), {})
+    served: Mapping[str, str] = next((b["effective"] for b in blocks if b.get("effective")), {})
     other, differs = effective.differences(served, alone)
     if other:
         void = void or f"served otherwise than the target alone: {', '.join(other)}"

@@ -252,7 +252,7 @@ def _served_alarms(rows: Sequence[Row]) -> list[str]:
         if r.get("group") is not None or void_reason(r):
             continue  # a group is a part of a cell already looked at
         replay, served = r.get("replay_acceptance_length"), r.get("acceptance_length")
-        low, high = r.get("replay_interval") or (replay, replay)
+        low, high = r.get("replay_interval") or (replay or 0.0, replay or 0.0)
         if replay and served and not low * (1 - REPLAY_GAP) <= served <= high * (1 + REPLAY_GAP):
             beyond = f" outside {low:.2f} to {high:.2f}" if low < high else ""
             alarms.append(

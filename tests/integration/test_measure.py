@@ -63,7 +63,16 @@ def test_the_target_as_its_own_drafter_has_every_draft_accepted(target: Path, tm
     checked = [r for r in rows if r["temperature"] and r["arm"] != "target"]
     assert {r["losslessness"]["passed"] for r in checked} == {True}
     assert min(r["losslessness"]["tokens"] for r in checked) >= 300
+    for name, served in {r["arm"]: r["settings"]["effective"] for r in rows}.items():  # by the servers' own logs
+        asked = {"dtype": "float32", "eager": "True", "prefix_caching": "False", "max_model_len": "256", "compilation": "NONE",
+                 "graphs": "NONE", "quantization": "None", "kv_cache_dtype": "auto", "device": "cpu"}  # fmt: skip
+        assert {k: served[k] for k in asked} == asked, name
+        assert int(served["kv_cache_tokens"].replace(",", "")) > 256, name
     greedy = {r["arm"]: r for r in rows if r["temperature"] == 0 and r["concurrency"] == 1}
+    print(
+        {name: (r["settings"]["differs"], r["settings"]["effective"], r["losslessness"]) for name, r in greedy.items()}
+    )
+    print([(r["arm"], r["losslessness"]) for r in checked])
     assert greedy["self"]["survival_per_pos"] == [1.0] * K
     assert (greedy["self"]["exact_match"], greedy["ngram"]["exact_match"]) == (1.0, 1.0)
     assert greedy["self"]["output_tokens"] == greedy["target"]["output_tokens"] > 0
