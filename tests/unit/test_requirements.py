@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ from eval import requirements
 from eval.measure import Arm, Plan
 from eval.server import Settings
 from pairing.errors import InputError
-from recipes.config import parse
+from recipes import measure as recipe
+from recipes.config import guarded, parse
 from recipes.measure import MeasureConfig, with_requirements
 from tests.sample_run import result
 
@@ -116,3 +120,37 @@ def test_the_flag_is_the_key() -> None:
     assert config.require == ["speedup>=1.2@c1", "exact_match>=1"]
     with pytest.raises(InputError, match="--require needs"):
         with_requirements(["target=t", "--require"])
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("speedup>=1.2@c1", 0, "met: speedup>=1.2@c1@drafter: drafter on orders"),
+        ("speedup>=1.3@c1", 1, "not met: speedup>=1.3@c1@drafter: drafter on orders"),
+        ("speedup>=1.3@c3", 2, "c3 is not measured"),
+    ],
+)
+def test_the_exit_code_is_the_answer(
+    text: str, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipe with stand-ins for what serves and reads models: what is judged are the rows of above."""
+    served: list[Path] = []
+    source = SimpleNamespace(note=None, path=tmp_path)
+    for name, stand_in in {
+        "require_vllm": lambda stage: SimpleNamespace(backend="cpu"),
+        "plan_of": lambda config, engine: (
+            replace(PLAN, arms=[ARMS[0], ARMS[2], replace(ARMS[1], model=None)]),
+            source,
+            {},
+        ),
+        "measure": lambda plan, out: served.append(out),
+        "load_tokenizer": lambda path: None,
+        "tokens_by_id": lambda tokenizer: [0],
+        "write_results": lambda *given: rows(),
+    }.items():
+        monkeypatch.setattr(recipe, name, stand_in)
+    argv = ["target=t", "workloads={}", f"out={tmp_path / 'out'}", "record=false", "--require", f"{text}@drafter"]
+    monkeypatch.setattr(sys, "argv", ["measure", *argv])
+    assert guarded(recipe.main) == code
+    assert said in capsys.readouterr().err
+    assert len(served) == (code != 2)
