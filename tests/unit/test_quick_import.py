@@ -38,7 +38,9 @@ print(json.dumps([found, asked, import_utils.fetch__all__.__module__, "PIL" in s
 def child(way: str) -> list[Any]:
     # of names that two files export transformers takes either, as their sets are ordered by the seed
     env = os.environ | {"PYTHONHASHSEED": "0"}
-    done = subprocess.run([sys.executable, "-c", CHILD, way], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, way], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
     return list(json.loads(done.stdout))
 
 
