@@ -31,7 +31,7 @@ parts = [transformers, transformers.models, transformers.models.auto, transforme
 names = ["_class_to_module", "_object_missing_backend", "__all__"]
 found = [{n: dict(v) if isinstance(v := getattr(p, n), dict) else sorted(v) for n in names} for p in parts]
 asked = {n: import_utils._is_package_available(n, return_version=True) for n in ("tokenizers", "PIL", "jinja2", "nobody")}
-print(json.dumps([found, asked, import_utils.fetch__all__.__module__, "PIL" in sys.modules], sort_keys=True))
+print(json.dumps([found, asked, import_utils.fetch__all__.__module__], sort_keys=True))
 """
 
 
@@ -46,15 +46,14 @@ def child(way: str) -> list[Any]:
 
 def test_the_same_module() -> None:
     """Every name of every model, where it is found and what it needs; versions of packages, pillow's too."""
-    found, asked, made_by, imported = child("quick")
+    found, asked, made_by = child("quick")
     assert made_by == "pairing.quick_import"  # else the test compares a thing with itself
-    plain, plainly_asked, own, _ = child("plain")
+    plain, plainly_asked, own = child("plain")
     assert own == "transformers.utils.import_utils"
     assert len(found[0]["_class_to_module"]) > 1000
     assert found == plain
     assert asked == plainly_asked
     assert asked["nobody"] == [False, "N/A"]
-    assert not imported  # a version is read, not the package
 
 
 def test_nothing_changes_where_it_is_imported_already() -> None:
