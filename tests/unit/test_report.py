@@ -120,8 +120,9 @@ def test_prompts_and_outputs_are_escaped(page: str) -> None:
 
 def test_plots_are_inline_text_without_clashing_ids(page: str) -> None:
     plotted = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    # orders and humaneval: speed, survival, conditional; loss, top-1, τ; τ offline and served of both
-    assert len(plotted) == 3 + 3 + 3 + 2
+    # orders and humaneval: speed, survival, conditional; memory; parts; orders' waits (TTFT, TPOT, whole); loss, top-1, τ;
+    # τ offline and served of both
+    assert len(plotted) == 3 + 3 + 1 + 1 + 3 + 3 + 2
     assert all("<text" in p and 'role="img"' in p and "aria-label=" in p for p in plotted)
     ids = [i for p in plotted for i in set(re.findall(r'\bid="([^"]+)"', p))]
     assert not any(re.fullmatch(r"(figure|axes|text|patch)_\d+", i) for i in ids)
