@@ -289,12 +289,12 @@ def _verdict(a: Run, b: Run, found: Row, headline: dict[str, Any] | None) -> dic
     parts = [_headline_words(headline, cell)]
     ours = [(c, x) for c in found["cells"] for x in c["arms"] if x is not headline and x["arm_b"] not in REFERENCE_ARMS]
     for answer in ("slower", "faster"):
-        said = [f"{_both(x)} on {where(_key(c))} ({change(x['ratio'])})" for c, x in ours if x["answer"] == answer]
+        said = [f"{_both(x)} on {where(key_of(c))} ({change(x['ratio'])})" for c, x in ours if x["answer"] == answer]
         if said:
             more = f" and {len(said) - 3} more" if len(said) > 3 else ""
             parts.append(f"{answer} too: {', '.join(said[:3])}{more}" if headline["answer"] == answer
                          else f"but {answer}: {', '.join(said[:3])}{more}")  # fmt: skip
-    lost = [f"{_both(x)} on {where(_key(c))}" for c, x in [(cell, headline), *ours]
+    lost = [f"{_both(x)} on {where(key_of(c))}" for c, x in [(cell, headline), *ours]
             if x["answer"] == "differs from the target"]  # fmt: skip
     if lost:
         parts.append(f"B's outputs are no longer the target's own: {', '.join(lost[:3])}")
@@ -309,7 +309,7 @@ def _verdict(a: Run, b: Run, found: Row, headline: dict[str, Any] | None) -> dic
 
 
 def _headline_words(x: Row, cell: Row) -> str:
-    at, tau = where(_key(cell)), ""
+    at, tau = where(key_of(cell)), ""
     if x["tau_a"] and x["tau_b"]:
         tau = f", τ {x['tau_a']:.2f} and {x['tau_b']:.2f}"
     speeds = f"{x['speedup_a']:.2f}x in A and {x['speedup_b']:.2f}x in B over each run's own target{tau}"
@@ -330,7 +330,7 @@ def span(bounds: Sequence[float]) -> str:
     return f"{change(low)} to {change(high)}"
 
 
-def _key(cell: Row) -> Key:
+def key_of(cell: Row) -> Key:
     return cell["workload"], cell["temperature"], cell["concurrency"], cell["rate"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import plots
-from eval.compare import change, compare, span
+from eval.compare import change, compare, key_of, span, where
 from eval.report import cell_name, environment, figure, folders, measured_on, times
 from eval.run_results import Run, load
 from pairing.portable import portable
@@ -34,7 +34,7 @@ def page(a: Path, b: Path, found: Found) -> str:
     runs = load(a), load(b)
     shown = published(found, *runs)
     rows = [
-        {**x, "label": f"{x['arm_b']}, {cell['name']}" if len(shown["cells"]) > 1 else x["arm_b"]}
+        {**x, "label": f"{x['arm_b']}, {where(key_of(cell))}" if len(shown["cells"]) > 1 else x["arm_b"]}
         for cell in shown["cells"]
         for x in cell["arms"]
     ]

@@ -102,7 +102,7 @@ def speedups(title: str, arms: Sequence[Mapping[str, Any]], styles: Mapping[str,
         axes.grid(axis="x")
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_xlabel("target alone = 1 (dashed); whiskers: 95 %")
+        axes.set_xlabel("target alone = 1")
 
     return _svg(title, 0.95 + 0.36 * len(shown), draw, f"speedups {title}")
 
@@ -209,7 +209,7 @@ def by_load(
         axes.minorticks_off()
         axes.grid(axis="y")
         what = "requests in flight" if load == "concurrency" else "requests sent a second"
-        axes.set_xlabel(f"{what}; target alone = 1 (dashed); whiskers: 95 %")
+        axes.set_xlabel(f"{what} (whiskers: 95 %)")
         _legend_below(axes, len(shown))
 
     return _svg(title, 3.0 + 0.2 * ((len(shown) - 1) // 3), draw, f"load {title}")
@@ -292,12 +292,12 @@ def changes(title: str, rows: Sequence[Row]) -> str | None:
         axes.grid(axis="x")
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter("{x:+g}")
-        axes.set_xlabel("% faster in B; no change: dashed; whiskers: 95 %")
+        axes.set_xlabel("% faster in B")
 
     return _svg(title, 0.95 + 0.3 * len(shown), draw, f"changes {title}")
 
 
-def _middle(text: str, most: int = 30) -> str:
+def _middle(text: str, most: int = 26) -> str:
     """Long labels lose their middle: both ends tell them apart."""
     return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-most // 2 + 1 :]}"
 

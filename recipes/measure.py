@@ -36,8 +36,8 @@ from eval.report import markdown_results
 from eval.results import write_results
 from pairing.acceptance import replay, replay_rounds
 from pairing.alignment import check_pair, tokens_by_id
-from pairing.card import write_card
 from pairing.budgets import device_memory, servers_findings
+from pairing.card import write_card
 from pairing.engine import Engine, require_vllm
 from pairing.errors import InputError
 from pairing.files import read_json

@@ -14,7 +14,9 @@ WIDTHS = (1280, 800, 390, 360, 320)
 PAGES = ("run", "sweep", "compare")
 PLOTS = {"run": 16, "sweep": 4 + 4 * 6 + 1, "compare": 1}
 # A page's folds are opened before it is looked at: what is inside must be as good.
-OPEN = "document.querySelectorAll('details').forEach(d => { d.open = true }); document.querySelectorAll('details').length"
+OPEN = (
+    "document.querySelectorAll('details').forEach(d => { d.open = true }); document.querySelectorAll('details').length"
+)
 
 
 @pytest.fixture(scope="module")

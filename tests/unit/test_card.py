@@ -10,6 +10,8 @@ import yaml
 from pairing.card import BEGIN, END, render_card, write_card
 from pairing.files import read_json, write_json
 
+SNAPSHOT = "/c/models--Org--Target-1B/snapshots/ab12"
+
 
 def pair(**fields: Any) -> dict[str, Any]:
     row = {"arm": "drafter", "workload": "orders", "temperature": 0.0, "concurrency": 1, "num_speculative_tokens": 4,
@@ -20,9 +22,9 @@ def pair(**fields: Any) -> dict[str, Any]:
     void = {**row, "concurrency": 8, "speedup": None, "speedup_interval": None, "void": "died (log: /x/y/drafter.log)"}
     return {
         "schema": 1, "made": [{"step": "init", "layers": [0, 2]}],
-        "target": {"name": "Org/Target-1B", "path": "/c/models--Org--Target-1B/snapshots/ab12", "digests": {"weights": "sha256:1"}},
+        "target": {"name": "Org/Target-1B", "path": SNAPSHOT, "digests": {"weights": "sha256:1"}},
         "measurements": [row, slow, none, void], "measured": {"date": "2026-11-30", "machine": "A CPU (2 cores)"},
-        "serve": {"num_speculative_tokens": 4, "command": "vllm serve /c/models--Org--Target-1B/snapshots/ab12 --speculative-config C"},
+        "serve": {"num_speculative_tokens": 4, "command": f"vllm serve {SNAPSHOT} --speculative-config C"},
     } | fields  # fmt: skip
 
 
@@ -63,7 +65,9 @@ def test_a_users_text_stays_and_ours_is_replaced(tmp_path: Path) -> None:
     once = card.read_text()
     write_card(drafter)
     assert card.read_text() == once
-    card.write_text(once.replace("library_name: transformers", "license: mit").replace(BEGIN, f"Ours.\n{BEGIN}") + "\nThanks.\n")
+    card.write_text(
+        once.replace("library_name: transformers", "license: mit").replace(BEGIN, f"Ours.\n{BEGIN}") + "\nThanks.\n"
+    )
     write_json(drafter / "pair.json", pair(measurements=[]))
     write_card(drafter)
     text = card.read_text()

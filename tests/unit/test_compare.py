@@ -166,7 +166,13 @@ def test_the_command_writes_a_page_of_its_own(tmp_path: Path, capsys: pytest.Cap
     text = capsys.readouterr().out
     assert text.startswith("**Slower.** B's drafter at K = 4 is ")
     assert "| drafter | 4 | 1.50x | 1.40x | −" in text
-    assert sorted(p.name for p in b.iterdir()) == ["compare.html", "config.yaml", "drafter", "requests.jsonl", "results.jsonl"]
+    assert sorted(p.name for p in b.iterdir()) == [
+        "compare.html",
+        "config.yaml",
+        "drafter",
+        "requests.jsonl",
+        "results.jsonl",
+    ]
     page = (b / "compare.html").read_text()
     assert "B is slower" in page
     assert "paired over 12 prompts" in page

@@ -19,7 +19,8 @@ from pairing.portable import portable, roots_of
         ("/root/.cache/huggingface/hub/models--Org--Name-1B/snapshots/0a1b2c", "Org/Name-1B"),
         ("(log: /opt/other/logs/a.log)", "(log: a.log)"),
         ("/w/project/x", "x"),
-        ("tokens/s, http://127.0.0.1:80/a/b, POST /v1/completions, 3/4", "tokens/s, http://127.0.0.1:80/a/b, POST /v1/completions, 3/4"),
+        ("tokens/s, http://127.0.0.1:80/a/b, 3/4", "tokens/s, http://127.0.0.1:80/a/b, 3/4"),
+        ("POST /v1/completions", "POST /v1/completions"),
         ("runs/demo/drafter and </td>", "runs/demo/drafter and </td>"),
     ],
 )  # fmt: skip

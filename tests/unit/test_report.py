@@ -330,7 +330,7 @@ def test_optional_fields_are_shown_where_they_are(tmp_path: Path) -> None:
         result("drafter", "draft_model", **good) | {"acceptance_length_by_context": bands, "precision_reached": False},
         result("target", "target", **hot),
         result("drafter", "draft_model", **hot, **good)
-        | {"losslessness": {"p_value": 0.0004, "tokens": 5120, "lossless": False}, "exact_match": None, "mismatches": None},
+        | {"losslessness": {"p_value": 0.0004, "tokens": 5120, "lossless": False}, "exact_match": None},
     ]  # fmt: skip
     write_jsonl(tmp_path / "results.jsonl", rows)
     page = report.build(tmp_path)
@@ -340,7 +340,10 @@ def test_optional_fields_are_shown_where_they_are(tmp_path: Path) -> None:
     assert "was not reached: drafter" in plain
     assert "3.50 0 to 256, 30 rounds 2.25 256 and more, 9 rounds" in plain
     assert "drafter &lt; 0.001 5120 no: outputs differ" in plain
-    assert report.cell_name({**hot, "concurrency": None, "rate": 2.5}) == "hot, temperature 0.7, 2.5 requests sent a second"
+    assert (
+        report.cell_name({**hot, "concurrency": None, "rate": 2.5})
+        == "hot, temperature 0.7, 2.5 requests sent a second"
+    )
 
 
 def test_commands_name_no_folder_of_this_machine() -> None:
