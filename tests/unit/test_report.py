@@ -290,8 +290,9 @@ def test_long_outputs_and_many_mismatches_are_cut(run_dir: Path, tmp_path: Path)
     rows = [result("target", "target"), result("drafter", "draft_model", speedup=1.2, speedup_interval=[1.1, 1.3],
             mismatches=lost, **drafted([3, 2, 1, 0], 4))]  # fmt: skip
     write_jsonl(folder / "measure" / "results.jsonl", rows)
+    requests = read_jsonl(folder / "measure" / "requests.jsonl")
     write_jsonl(folder / "measure" / "requests.jsonl",
-                [r | {"output_ids": r["output_ids"] * 3000} for r in read_jsonl(folder / "measure" / "requests.jsonl")])  # fmt: skip
+                [r | {"output_ids": r["output_ids"] * 3000} for r in requests])  # fmt: skip
     page = report.build(folder)
     assert len(page) < 600_000
     assert "more characters)" in page
