@@ -22,6 +22,7 @@ INK, MUTED, RULE = "#1b1f24", "#59636e", "#d8dee4"
 # Okabe-Ito, dark enough on white; markers differ too, so that nothing hangs on colour alone.
 STYLES = (("#0072b2", "o"), ("#b35900", "s"), ("#007a5a", "^"), ("#a3437f", "D"), ("#5c5c5c", "v"), ("#7a6a00", "P"))
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+STEPS = 80  # points that a distribution is drawn with
 WIDTH = 4.6  # inches: a phone's width at the text size below, and two side by side on a desk
 
 RC = {
@@ -82,7 +83,7 @@ def speedups(title: str, arms: Sequence[Mapping[str, Any]], styles: Mapping[str,
     shown = [a for a in arms if a["speedup"] is not None and a["interval"]]
     if not shown:
         return None
-    labels = [f"{_short(a['arm'])}, K = {a['num_speculative_tokens']}" for a in shown]
+    labels = [a.get("label") or f"{_short(a['arm'])}, K = {a['num_speculative_tokens']}" for a in shown]
 
     def draw(axes: Axes) -> None:
         right = max(1.0, *(a["interval"][1] for a in shown))
@@ -101,7 +102,7 @@ def speedups(title: str, arms: Sequence[Mapping[str, Any]], styles: Mapping[str,
         axes.grid(axis="x")
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_xlabel("target alone = 1 (dashed); whiskers: 95 %")
+        axes.set_xlabel("target alone = 1")
 
     return _svg(title, 0.95 + 0.36 * len(shown), draw, f"speedups {title}")
 
@@ -123,9 +124,9 @@ def per_position(title: str, rows: Sequence[Row], field: str, styles: Mapping[st
         axes.set_ylim(0, 1.04)
         axes.grid(axis="y")
         axes.set_xlabel("draft position")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=min(3, len(shown)), handlelength=1.8)
+        _legend_below(axes, len(shown))
 
-    return _svg(title, 2.9, draw, f"{field} {title}")
+    return _svg(title, 2.9 + 0.2 * ((len(shown) - 1) // 3), draw, f"{field} {title}")
 
 
 def curve(title: str, series: Mapping[str, Sequence[tuple[float, float]]], *, unit: bool = False) -> str | None:
@@ -181,33 +182,124 @@ def offline_against_served(
     return _svg(title, 2.9, draw, f"tau {title}")
 
 
-def surface(title: str, cells: Sequence[Row]) -> str | None:
-    """Speedup against the requests in flight, a line per K, from the cells of eval.sweep.surface (one way of drafting)."""
-    shown: dict[int, list[Row]] = {}
-    for c in cells:
-        if c["interval"]:
-            shown.setdefault(c["num_speculative_tokens"], []).append(c)
+def by_load(
+    title: str,
+    series: Mapping[str, Sequence[Row]],
+    load: str = "concurrency",
+    styles: Mapping[str, tuple[str, str]] | None = None,
+) -> str | None:
+    """Speedup with its interval against the requests in flight (or `load` "rate": sent a second), a line per name."""
+    shown = {name: [c for c in row if c["interval"]] for name, row in series.items()}
+    shown = {name: sorted(row, key=lambda c: float(c[load])) for name, row in shown.items() if row}
     if not shown:
         return None
 
     def draw(axes: Axes) -> None:
-        sizes = sorted({c["concurrency"] for c in cells})
-        for i, (k, row) in enumerate(sorted(shown.items())):
-            colour, marker = STYLES[i % len(STYLES)]
+        sizes = sorted({c[load] for row in shown.values() for c in row})
+        for i, (name, row) in enumerate(shown.items()):
+            colour, marker = styles[name] if styles else STYLES[i % len(STYLES)]
             # side by side, so that intervals of one size do not hide each other
-            x = [c["concurrency"] * 1.03 ** (i - (len(shown) - 1) / 2) for c in row]
+            x = [c[load] * 1.03 ** (i - (len(shown) - 1) / 2) for c in row]
             y = [c["speedup"] for c in row]
             around = [[c["speedup"] - c["interval"][0] for c in row], [c["interval"][1] - c["speedup"] for c in row]]
-            axes.errorbar(x, y, yerr=around, color=colour, marker=marker, elinewidth=1.2, capsize=2, label=f"K = {k}")
+            axes.errorbar(x, y, yerr=around, color=colour, marker=marker, elinewidth=1.2, capsize=2, label=_short(name))
         axes.axhline(1.0, color=INK, linewidth=1, linestyle=(0, (3, 2)))
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
         axes.minorticks_off()
         axes.grid(axis="y")
-        axes.set_xlabel("requests in flight; target alone = 1 (dashed); whiskers: 95 %")
-        axes.legend(loc="best", handlelength=1.8)
+        what = "requests in flight" if load == "concurrency" else "requests sent a second"
+        axes.set_xlabel(f"{what} (whiskers: 95 %)")
+        _legend_below(axes, len(shown))
 
-    return _svg(title, 2.9, draw, f"surface {title}")
+    return _svg(title, 3.0 + 0.2 * ((len(shown) - 1) // 3), draw, f"load {title}")
+
+
+def _legend_below(axes: Axes, entries: int) -> None:
+    """Under the axes, where it hides no line."""
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=min(3, entries), handlelength=1.8)
+
+
+def distribution(
+    title: str, series: Mapping[str, Sequence[float]], styles: Mapping[str, tuple[str, str]]
+) -> str | None:
+    """The share of requests that took no longer than so many milliseconds (the empirical distribution), a line per arm."""
+    shown = {name: sorted(values) for name, values in series.items() if values}
+    if not shown:
+        return None
+    seconds = max(v[-1] for v in shown.values()) >= 10_000
+
+    def draw(axes: Axes) -> None:
+        for name, values in shown.items():
+            n = len(values)
+            kept = range(n) if n <= STEPS else sorted({round(i * (n - 1) / (STEPS - 1)) for i in range(STEPS)})
+            x = [values[i] / (1000 if seconds else 1) for i in kept]
+            y = [(i + 1) / n for i in kept]
+            colour = styles[name][0]
+            dashes = (0, (3, 2)) if name == "target" else "-"
+            axes.step(
+                [x[0], *x], [0.0, *y], where="post", color=colour, linestyle=dashes, linewidth=1.5, label=_short(name)
+            )
+        axes.set_ylim(0, 1.02)
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.grid()
+        axes.set_xlabel("seconds" if seconds else "milliseconds")
+        axes.set_ylabel("share of requests")
+        _legend_below(axes, len(shown))
+
+    return _svg(title, 2.7 + 0.2 * ((len(shown) - 1) // 3), draw, f"distribution {title} {sorted(shown)}")
+
+
+def bars(title: str, values: Mapping[str, float], unit: str, styles: Mapping[str, tuple[str, str]]) -> str | None:
+    """A bar and its figure for each name."""
+    if not values:
+        return None
+
+    def draw(axes: Axes) -> None:
+        top = max(values.values()) or 1.0
+        for y, (name, value) in enumerate(values.items()):
+            axes.barh(y, value, height=0.5, color=styles[name][0], alpha=0.75)
+            axes.text(value + top * 0.02, y, f"{value:,.0f}", va="center", fontweight="bold")
+        axes.set_yticks(range(len(values)), [_short(name) for name in values])
+        axes.tick_params(axis="y", length=0, labelcolor=INK)
+        axes.invert_yaxis()
+        axes.set_xlim(0, top * 1.2)
+        axes.grid(axis="x")
+        axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter("{x:,g}")
+        axes.set_xlabel(unit)
+
+    return _svg(title, 0.95 + 0.36 * len(values), draw, f"bars {title}")
+
+
+def changes(title: str, rows: Sequence[Row]) -> str | None:
+    """Each {"label", "ratio", "ratio_interval"} as a dot with its interval, in % around the line at no change."""
+    shown = [r for r in rows if r["ratio"] and r["ratio_interval"]]
+    if not shown:
+        return None
+
+    def draw(axes: Axes) -> None:
+        for y, row in enumerate(shown):
+            low, high = ((bound - 1) * 100 for bound in row["ratio_interval"])
+            colour = STYLES[1][0] if high < 0 else STYLES[2][0] if low > 0 else STYLES[4][0]
+            axes.plot([low, high], [y, y], "|-", color=colour, markersize=8)
+            axes.plot((row["ratio"] - 1) * 100, y, "o", color=colour, markersize=6)
+        axes.axvline(0, color=INK, linewidth=1, linestyle=(0, (3, 2)))
+        axes.set_yticks(range(len(shown)), [_middle(r["label"]) for r in shown])
+        axes.set_ylim(len(shown) - 0.4, -0.6)
+        axes.tick_params(axis="y", length=0, labelcolor=INK)
+        axes.grid(axis="x")
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter("{x:+g}")
+        axes.set_xlabel("% faster in B")
+
+    return _svg(title, 0.95 + 0.3 * len(shown), draw, f"changes {title}")
+
+
+def _middle(text: str, most: int = 26) -> str:
+    """Long labels lose their middle: both ends tell them apart."""
+    return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-most // 2 + 1 :]}"
 
 
 def pareto(title: str, cells: Sequence[Row]) -> str | None:
@@ -225,7 +317,7 @@ def pareto(title: str, cells: Sequence[Row]) -> str | None:
 
     def draw(axes: Axes) -> None:
         for i, (k, line) in enumerate(sorted(shown.items())):
-            colour, marker = STYLES[i % len(STYLES)] if k else (INK, "x")
+            colour, marker = STYLES[(i - 1) % len(STYLES)] if k else (INK, "x")  # K as coloured by `by_load`
             axes.plot(*zip(*line, strict=True), color=colour, marker=marker, label=f"K = {k}" if k else "target alone")
         axes.plot(*zip(*best, strict=True), "o", color=INK, markersize=10, markerfacecolor="none", label="best of both")
         axes.set_xlim(left=0)
@@ -233,9 +325,9 @@ def pareto(title: str, cells: Sequence[Row]) -> str | None:
         axes.grid()
         axes.set_xlabel("tokens/s of one stream")
         axes.set_ylabel("tokens/s of the server")
-        axes.legend(loc="best", handlelength=1.8)
+        _legend_below(axes, len(shown) + 1)
 
-    return _svg(title, 2.9, draw, f"pareto {title}")
+    return _svg(title, 3.0 + 0.2 * (len(shown) // 3), draw, f"pareto {title}")
 
 
 def smoothed(points: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:

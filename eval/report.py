@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -17,13 +18,17 @@ from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from eval import plots
+from eval import plots, sweep_page
 from eval.run_results import Run, load, prompts
 from eval.verdict import explained, judge, latest, serve_with, void_reason
 from pairing.files import read_json
+from pairing.portable import portable, roots_of
 from pairing.source import ModelSource, servable
 
 SAMPLES = 3
+SAMPLE_CHARACTERS = 3000  # of each output: a page is read, not searched
+MISMATCHES = 12  # shown of each cell; results.jsonl has them all
+FEW = 8  # rows of a table that are read at a glance; of more, the best of each arm is shown and the rest folded
 LATENCIES = (
     ("ttft_ms", "first token (TTFT)"),
     ("tpot_ms", "per output token (TPOT)"),
@@ -41,6 +46,8 @@ def verdict(run_dir: Path) -> dict[str, Any]:
 
 def _verdict(run: Run) -> dict[str, Any]:
     found = judge(run.results, run.evaluation)
+    if run.sweep:
+        return sweep_page.sweep_verdict(found, run.sweep)
     own = Path(str((found["best"] or {}).get("model"))) / "pair.json"
     pair = read_json(own) if own.is_file() else None
     return found | {"serve": serve_with(found, _servable(run), pair)}
@@ -65,9 +72,54 @@ def build(run_dir: Path) -> str:
     Parts that the folder doesn't hold are left out, each with a line that says so. Raises InputError as `verdict`.
     """
     run = load(run_dir)
-    found = _verdict(run)
+    roots = folders(run)
+    found = portable(_verdict(run), roots)
+    run = _published(run, roots)
     rows = latest(run.results)
-    styles = plots.style(list(dict.fromkeys(r["arm"] for r in rows if r["kind"] != "target")))
+    styles = _styles(rows)
+    cells = [_cell(cell, rows, styles, run.requests) for cell in found["cells"]]
+    return (
+        environment()
+        .get_template("report.html.jinja")
+        .render(
+            title=_title(run),
+            day=measured_on(run.requests),
+            verdict=found,
+            cells=cells,
+            by_load=_by_load(cells, styles) if not run.sweep else [],
+            **_groups(rows, found, styles),
+            memory=_memory(rows, styles),
+            contexts=_contexts(rows),
+            offline=_offline(run.results),
+            latencies=LATENCIES,
+            training=_training(run, rows),
+            sweep=sweep_page.section(run.sweep) if run.sweep else None,
+            check=run.check,
+            quantize=run.quantize,
+            samples=_samples(run, found),
+            settings=_settings(rows),
+            provenance=run.provenance or next(iter(run.jobs.values()), None),
+            commands=_commands(run),
+            stages=run.stages,
+            config=yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True) if run.config else None,
+            pair=run.pair,
+        )
+    )
+
+
+def folders(run: Run) -> list[tuple[str, str]]:
+    config = run.config or {}
+    return roots_of(run.folder, *(str(config[k]) for k in ("run_dir", "out") if config.get(k)))
+
+
+def _published(run: Run, roots: Sequence[tuple[str, str]]) -> Run:
+    """The run as a page shows it: no folder of this machine in its settings, reasons, configs and commands."""
+    shown = ("config", "provenance", "jobs", "stages", "results", "sweep", "check", "quantize", "pair")
+    return replace(run, **{name: portable(getattr(run, name), roots) for name in shown})
+
+
+def environment() -> jinja2.Environment:
+    """The templates beside this file, with the filters that they share."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -75,46 +127,33 @@ def build(run_dir: Path) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"times": times, "percent": percent, "figure": figure, "ms": ms, "mebibytes": mebibytes}
+    environment.filters |= {"times": times, "percent": percent, "figure": figure, "ms": ms, "mebibytes": mebibytes,
+                            "p_value": p_value}  # fmt: skip
     environment.filters["unbroken"] = lambda text: text.replace(" %", "\u00a0%")
     environment.filters["without"] = lambda v, *keys: {k: x for k, x in v.items() if k not in keys}
     environment.tests["explained"] = explained
     environment.tests["mapping_list"] = lambda v: (
         isinstance(v, list) and bool(v) and all(isinstance(i, dict) for i in v)
     )
-    return environment.get_template("report.html.jinja").render(
-        title=_title(run),
-        day=_day(run.requests),
-        verdict=found,
-        cells=[_cell(cell, rows, styles) for cell in found["cells"]],
-        groups=[r for r in rows if r.get("group") is not None and r["kind"] != "target"],
-        latencies=LATENCIES,
-        training=_training(run, rows),
-        sweep=_sweep(run),
-        check=run.check,
-        quantize=run.quantize,
-        samples=_samples(run, found),
-        settings=_settings(rows),
-        provenance=run.provenance or next(iter(run.jobs.values()), None),
-        commands=_commands(run),
-        stages=run.stages,
-        config=yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True) if run.config else None,
-        pair=run.pair,
-    )
+    return environment
 
 
 def markdown(run_dir: Path) -> str:
     """The sentence and the table of every whole-workload row, for a pull request or a README."""
     run = load(run_dir)
-    return markdown_results(run.results, run.evaluation)
+    roots = folders(run)
+    return _markdown(portable(_verdict(run), roots), portable(run.results, roots))
 
 
 def markdown_results(results: Sequence[Row], evaluation: Mapping[str, Any] | None = None) -> str:
     """`markdown` of rows at hand."""
-    found = judge(results, evaluation)
+    return _markdown(judge(results, evaluation), results)
+
+
+def _markdown(found: Mapping[str, Any], results: Sequence[Row]) -> str:
     lines = [f"**{found['answer'].capitalize()}.** {escape(found['sentence'], quote=False)}", ""]
     for cell in found["cells"]:
-        lines += [f"{escape(_cell_name(cell), quote=False)}:", ""]
+        lines += [f"{escape(cell_name(cell), quote=False)}:", ""]
         lines += ["| arm | K | speed | tokens/s | τ | accepted | identical | |", "|---|--:|--:|--:|--:|--:|--:|---|"]
         for row in _table_rows(cell, latest(results)):
             lines.append("| " + " | ".join(escape(t, quote=False).replace("|", "\\|") for t in _texts(row)) + " |")
@@ -128,7 +167,7 @@ def tables(run_dir: Path) -> Group:
     run = load(run_dir)
     shown = []
     for cell in _verdict(run)["cells"]:
-        one = Table(title=_cell_name(cell), title_justify="left", title_style="bold", box=None, pad_edge=False)
+        one = Table(title=cell_name(cell), title_justify="left", title_style="bold", box=None, pad_edge=False)
         for i, head in enumerate(("arm", "K", "speed", "95 %", "tok/s", "τ", "identical", "result")):
             one.add_column(head, justify="left" if i in (0, 7) else "right", no_wrap=True)
         for row in _table_rows(cell, latest(run.results)):
@@ -172,6 +211,10 @@ def mebibytes(value: float | None) -> str:
     return "–" if value is None else f"{value / 2**20:,.1f} MiB"
 
 
+def p_value(value: float | None) -> str:
+    return "–" if value is None else "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
 def figure(value: Any, digits: int | None = None) -> str:
     """Anything a table cell may hold, as a reader wants it."""
     if value is None or value == "":
@@ -200,14 +243,31 @@ def _texts(row: Row) -> list[str]:
     ]
 
 
-def _cell_name(cell: Row) -> str:
-    at = "one request at a time" if cell["concurrency"] == 1 else f"{cell['concurrency']} requests in flight"
+def cell_name(cell: Row) -> str:
+    if cell.get("rate") is not None:
+        at = f"{cell['rate']:g} requests sent a second"
+    elif cell["concurrency"] is None:
+        at = "offline"
+    else:
+        at = "one request at a time" if cell["concurrency"] == 1 else f"{cell['concurrency']} requests in flight"
     return f"{cell['workload']}, temperature {cell['temperature']:g}, {at}"
 
 
 def _rows_of(cell: Row, rows: Sequence[Row]) -> list[Row]:
     return [r for r in rows if r.get("group") is None
-            and all(r[k] == cell[k] for k in ("workload", "temperature", "concurrency"))]  # fmt: skip
+            and all(r.get(k) == cell.get(k) for k in ("workload", "temperature", "concurrency", "rate"))]  # fmt: skip
+
+
+def family(row: Row) -> str:
+    """The arm's name without the K that a sweep puts into it: its arms of every K are one way of drafting."""
+    return str(row["arm"]).removesuffix(f"-k{row['num_speculative_tokens']}")
+
+
+def _styles(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
+    """Arm or family -> colour and marker: all K of one way of drafting look alike."""
+    families = {r["arm"]: family(r) for r in rows if r["arm"] != "target"}
+    by_family = plots.style(list(dict.fromkeys(families.values())))
+    return {"target": (plots.INK, "x"), **by_family, **{arm: by_family[name] for arm, name in families.items()}}
 
 
 def _table_rows(cell: Row, rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -218,38 +278,125 @@ def _table_rows(cell: Row, rows: Sequence[Row]) -> list[dict[str, Any]]:
     fields = ("output_tokens_per_s", "exact_match", "acceptance_length", "draft_acceptance_rate", "prompts", "repeats")
     blank = dict.fromkeys((*fields, "mismatches", *(k for k, _ in LATENCIES)))  # a void row may hold none of them
     targets = [
-        {**blank, **r, "speedup": None if void_reason(r) else 1.0, "interval": None, "reason": void_reason(r),
-         "num_speculative_tokens": None,
+        {**blank, **r, "num_speculative_tokens": None, "reason": void_reason(r),
+         "speedup": None if void_reason(r) else 1.0 if r["arm"] == "target" else r.get("speedup"),
+         "interval": None if r["arm"] == "target" or void_reason(r) else r.get("speedup_interval"),
          "answer": "void" if void_reason(r) else "baseline"}
         for r in own if r["kind"] == "target"
     ]  # fmt: skip
     return targets + [{**blank, **by_arm[tuple(a.get(k) for k in keys)], **a} for a in cell["arms"]]
 
 
-def _cell(cell: Row, rows: Sequence[Row], styles: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+def _brief(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The target, and of each way of drafting the fastest (rows are fastest first); one that is void everywhere stays."""
+    kept: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        held = kept.setdefault(family(row), row)
+        if held["answer"] == "void" and row["answer"] != "void":
+            kept[family(row)] = row
+    return list(kept.values())
+
+
+def _cell(
+    cell: Row, rows: Sequence[Row], styles: Mapping[str, tuple[str, str]], requests: Sequence[Row]
+) -> dict[str, Any]:
     shown = _table_rows(cell, rows)
-    # An arm measured at several K: its fastest in the plots by position, else its longest.
-    best: dict[str, dict[str, Any]] = {}
-    for row in shown:
-        if row["answer"] not in ("void", "baseline") and row["arm"] not in best:
-            best[row["arm"]] = row
-    survivors = list(best.values())
+    brief = _brief(shown)  # an arm measured at several K: its fastest in the plots
+    survivors = [row for row in brief if row["answer"] not in ("void", "baseline")]
+    drawn = [
+        plots.speedups("End-to-end speed", survivors, styles),
+        plots.per_position("Accepted up to this position (of all rounds)", survivors, "survival_per_pos", styles),
+        plots.per_position("Accepted here, if all before were", survivors, "conditional_per_pos", styles),
+    ]
+    keys = ("workload", "temperature", "concurrency", "rate")
+    here = [r for r in requests if all(r.get(k) == cell.get(k) for k in keys)]
+    waits = [
+        plots.distribution(
+            title,
+            {row["arm"]: [r[key] * 1000 for r in here if r["arm"] == row["arm"] and r.get(key) is not None]
+             for row in brief if row["answer"] != "void"},
+            styles,
+        )
+        for key, title in (
+            ("ttft_s", "First token (TTFT)"), ("tpot_s", "Per output token (TPOT)"), ("e2e_s", "Whole answer")
+        )
+    ]  # fmt: skip
+    mismatches = [(row["arm"], m) for row in shown for m in row["mismatches"] or []]
     return {
-        "name": _cell_name(cell),
+        **{k: cell.get(k) for k in keys},
+        "name": cell_name(cell),
         "rows": shown,
-        "plots": [
-            p
-            for p in (
-                plots.speedups("End-to-end speed", cell["arms"], styles),
-                plots.per_position(
-                    "Accepted up to this position (of all rounds)", survivors, "survival_per_pos", styles
-                ),
-                plots.per_position("Accepted here, if all before were", survivors, "conditional_per_pos", styles),
-            )
-            if p
-        ],
-        "mismatches": [(row["arm"], m) for row in shown for m in row["mismatches"] or []],
+        "brief": brief if len(shown) > FEW else shown,
+        "plots": [p for p in drawn if p],
+        "waits": [p for p in waits if p],
+        # what is not explained first: it is what a reader must see
+        "mismatches": sorted(mismatches, key=lambda m: explained(m[1]))[:MISMATCHES],
+        "more_mismatches": max(0, len(mismatches) - MISMATCHES),
+        "lossless": [row for row in shown if row.get("losslessness") and row["answer"] != "void"],
+        "again": next((row for row in shown if row["arm"] == "target-again"), None),
+        "imprecise": sorted({row["arm"] for row in shown if row.get("precision_reached") is False}),
     }
+
+
+def _by_load(cells: Sequence[Row], styles: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Speed by requests in flight, and by requests sent a second, of every workload and temperature with two or more."""
+    drawn = []
+    for unit in ("concurrency", "rate"):
+        series: dict[tuple[str, float], dict[str, list[Row]]] = {}
+        for cell in cells:
+            for row in cell["rows"]:
+                if cell[unit] is not None and row["answer"] not in ("void", "baseline"):
+                    here = series.setdefault((cell["workload"], cell["temperature"]), {})
+                    here.setdefault(row["arm"], []).append({**row, unit: cell[unit]})
+        for (workload, temperature), lines in series.items():
+            if len({row[unit] for line in lines.values() for row in line}) > 1:
+                at = f", temperature {temperature:g}" if temperature else ""
+                drawn.append(plots.by_load(f"{workload}{at}", lines, unit, styles))
+    return [p for p in drawn if p]
+
+
+def _groups(rows: Sequence[Row], found: Mapping[str, Any], styles: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    """Rows of parts of a workload, those of the headline's cell first and drawn."""
+    parts = [{**r, "load": cell_name(r).split(", ", 1)[1]} for r in rows
+             if r.get("group") is not None and r["kind"] != "target"]  # fmt: skip
+    drawn = []
+    keys = ("workload", "temperature", "concurrency", "rate")
+    first = found["cells"][0] if found["cells"] else {}
+    here = [r for r in parts if all(r.get(k) == first.get(k) for k in keys) and not void_reason(r)]
+    for arm in dict.fromkeys(r["arm"] for r in here):
+        bars = [{**r, "label": r["group"], "interval": r.get("speedup_interval")} for r in here if r["arm"] == arm]
+        drawn.append(plots.speedups(f"{arm} by part of {first['workload']}", bars, styles))
+    main = [r for r in parts if all(r.get(k) == first.get(k) for k in ("temperature", "concurrency", "rate"))]
+    return {"groups": main, "more_groups": [r for r in parts if r not in main], "group_plots": [p for p in drawn if p]}
+
+
+def _memory(rows: Sequence[Row], styles: Mapping[str, tuple[str, str]]) -> str | None:
+    """The largest memory of each arm's server; of several K the largest."""
+    most: dict[str, float] = {}
+    for r in rows:
+        if r.get("memory_mib") and not void_reason(r):
+            most[family(r)] = max(most.get(family(r), 0.0), r["memory_mib"])
+    return plots.bars("Memory of the server, with everything it loaded", most, "MiB", styles)
+
+
+def _offline(results: Sequence[Row]) -> list[dict[str, Any]]:
+    """Arms of another engine (transformers), each cell with its own target alone: no rivals of the served ones."""
+    keys = ("arm", "kind", "workload", "temperature", "speedup", "output_tokens_per_s", "acceptance_length",
+            "exact_match", "num_speculative_tokens")  # fmt: skip
+    return [
+        {k: r.get(k) for k in keys} | {"interval": r.get("speedup_interval"), "reason": void_reason(r)}
+        for r in results
+        if r.get("engine", "vllm") != "vllm" and r.get("group") is None
+    ]
+
+
+def _contexts(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """τ by how long the context was, of each arm and cell that has it: {"arm", "cell", "bands"}."""
+    return [
+        {"arm": r["arm"], "cell": cell_name(r), "bands": r["acceptance_length_by_context"]}
+        for r in rows
+        if r.get("acceptance_length_by_context") and r.get("group") is None and not void_reason(r)
+    ]
 
 
 def _title(run: Run) -> str:
@@ -257,7 +404,7 @@ def _title(run: Run) -> str:
     return f"A drafter for {target.rstrip('/').split('/')[-1]}" if target else f"Run {run.folder.name}"
 
 
-def _day(requests: Sequence[Row]) -> str | None:
+def measured_on(requests: Sequence[Row]) -> str | None:
     """When the measuring began, from the run itself: the page of a run doesn't depend on when it is built."""
     started = [r["started_at"] for r in requests if r.get("started_at")]
     if not started:
@@ -305,15 +452,6 @@ def _training(run: Run, rows: Sequence[Row]) -> dict[str, Any] | None:
     }
 
 
-def _sweep(run: Run) -> dict[str, Any] | None:
-    """sweep.json with its plots, of the way of drafting that was chosen."""
-    if not run.sweep:
-        return None
-    cells = [c for c in run.sweep["surface"] if c["mode"] in (run.sweep["mode"], None) and not c["void"]]
-    drawn = [plots.surface("Speed by requests in flight", cells), plots.pareto("Throughput against each stream", cells)]
-    return {**run.sweep, "plots": [p for p in drawn if p]}
-
-
 def _samples(run: Run, found: Mapping[str, Any]) -> dict[str, Any] | None:
     """The first prompts of the headline's workload with the target's and the best arm's outputs side by side."""
     if not found["cells"] or not run.requests:
@@ -344,7 +482,9 @@ def _samples(run: Run, found: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _decode(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str:
     """Special tokens are shown: an answer that never ended must look like one."""
-    return tokenizer.decode(list(ids), skip_special_tokens=False) if tokenizer else " ".join(map(str, ids))
+    text = tokenizer.decode(list(ids), skip_special_tokens=False) if tokenizer else " ".join(map(str, ids))
+    more = len(text) - SAMPLE_CHARACTERS
+    return text if more <= 0 else f"{text[:SAMPLE_CHARACTERS]}… ({more} more characters)"
 
 
 def _settings(rows: Sequence[Row]) -> dict[str, Any] | None:

@@ -24,6 +24,8 @@ class Run:
 
     folder: Path
     config: dict[str, Any] | None
+    asked: dict[str, Any]
+    """The config of what measured: measure's or sweep's."""
     provenance: dict[str, Any] | None
     jobs: dict[str, dict[str, Any]]
     """Provenance of each job within: {"distill": {…}, "measure": {…}}."""
@@ -53,7 +55,8 @@ def load(folder: Path) -> Run:
         raise InputError(
             f"{folder}: no results in it (no results.jsonl, no metrics.jsonl): run `draftsmith measure` first"
         )
-    workloads = (_yaml(measure / "config.yaml") or {}).get("workloads") or {}
+    asked = _yaml(measure / "config.yaml") or {}
+    workloads = asked.get("workloads") or {}
     answers = [Path(str(w["answers"])) for w in workloads.values() if isinstance(w, dict) and w.get("answers")]
     drafters = [folder / "distill" / "drafter", folder / "drafter", folder / "nf4", folder / "w4a16", folder / "init"]
     drafters += [Path(str(r["model"])) for r in results if r.get("model")]
@@ -62,6 +65,7 @@ def load(folder: Path) -> Run:
     return Run(
         folder=folder,
         config=_yaml(folder / "config.yaml"),
+        asked=asked,
         provenance=_json(folder, "provenance.json"),
         jobs={name: job for name, job in jobs.items() if job},
         stages=_json(folder, "stages.json"),

@@ -14,7 +14,9 @@ import json
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,6 +39,7 @@ from pairing.acceptance import acceptance_length_of, replay, replay_rounds, unif
 from pairing.alignment import check_pair, tokens_by_id
 from pairing.bootstrap import interval
 from pairing.budgets import device_memory, servers_findings
+from pairing.card import write_card
 from pairing.engine import Engine, require_vllm
 from pairing.errors import InputError
 from pairing.files import read_json
@@ -303,20 +306,21 @@ def recorded(
     return log_probs, references
 
 
-def record(plan: Plan, rows: list[dict[str, Any]]) -> None:
-    """Into each measured drafter's pair.json: what was measured, and what to serve it with."""
+def record(plan: Plan, rows: list[dict[str, Any]], where: Mapping[str, Any]) -> None:
+    """Into each measured drafter's pair.json and card: what was measured, where (`provenance`), what to serve it with."""
     for model in dict.fromkeys(a.model for a in plan.arms):
         if model is None or not (model / "pair.json").is_file():
             continue
         arms = {a.name: a for a in plan.arms if a.model == model}
         mine = [r for r in rows if r["arm"] in arms and r["group"] is None]
         arm = arms[max(mine, key=lambda r: r["speedup"] or 0.0)["arm"]]  # both ways of drafting may be among them
-        keep = ("workload", "temperature", "concurrency", "num_speculative_tokens", "parallel_drafting",
+        keep = ("arm", "workload", "temperature", "concurrency", "rate", "num_speculative_tokens", "parallel_drafting",
                 "draft_acceptance_rate", "acceptance_length", "speedup", "speedup_interval", "exact_match", "void",
                 "versions")  # fmt: skip
         update_pair(
             model,
-            measurements=[{k: r[k] for k in keep} for r in mine],
+            measurements=[{k: r.get(k) for k in keep} for r in mine],
+            measured={"date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": machine(where)},
             serve={
                 "num_speculative_tokens": arm.num_speculative_tokens,
                 "draft_sample_method": arm.draft_sample_method,
@@ -325,6 +329,12 @@ def record(plan: Plan, rows: list[dict[str, Any]]) -> None:
                 "command": server.serve_line(server.serve_words(plan.target, arm.speculation(), plan.settings, 8000)),
             },
         )
+        write_card(model)
+
+
+def machine(where: Mapping[str, Any]) -> str:
+    """The devices of a provenance in a few words."""
+    return ", ".join(where["gpus"]) or f"{where['cpu'] or 'a CPU'} ({where['cores']} cores)"
 
 
 def with_requirements(argv: list[str]) -> list[str]:
@@ -370,7 +380,7 @@ def main(argv: list[str]) -> int:
     where = provenance()
     rows = write_results(plan, config.out, where["versions"], expected(plan, answers, real), log_probs, references)
     if config.record:
-        record(plan, rows)
+        record(plan, rows, where)
     print(json.dumps(rows, indent=2) if args.json else markdown_results(rows))
     met, missed = requirements.judge(required, rows)
     for line in [*met, *missed]:

@@ -148,8 +148,9 @@ def compare(config: QuantizeConfig, side: SideBySide) -> dict[str, Any]:
     measure(plan, served_as.out)
     real = max(tokens_by_id(load_tokenizer(target.path))) + 1
     taus, (log_probs, references) = expected(plan, answers, real), recorded(answers)
-    results = write_results(plan, served_as.out, provenance()["versions"], taus, log_probs, references)
-    record(plan, results)
+    where = provenance()
+    results = write_results(plan, served_as.out, where["versions"], taus, log_probs, references)
+    record(plan, results, where)
     requests = read_jsonl(served_as.out / "requests.jsonl")
     scores = {name: _scores(folder, answers["heldout"], real) for name, folder in forms.items()}
     budget = int(2**30 * side.memory_gib if side.memory_gib else 0.9 * device_memory(installed.backend).total)

@@ -1,7 +1,12 @@
-"""One HTML page, verdict.json and a verdict on the terminal, from a run folder. Exit 1: the verdict is no.
+"""One HTML page, verdict.json and a verdict on the terminal, from a run folder; or two runs compared. Exit 1: the answer is no.
 
 draftsmith report runs/demo
 draftsmith report runs/demo --json
+draftsmith report runs/demo --markdown        # for a pull request
+draftsmith report runs/before runs/after      # is B slower than A? its page is runs/after/compare.html
+
+Of one run, exit 1 is a verdict other than "deploy". Of two, exit 1: a drafter of B is measurably slower than A's, its outputs are
+no longer the target's own, or nothing could be compared.
 """
 
 from __future__ import annotations
@@ -16,23 +21,31 @@ if __package__ in (None, ""):  # launched by path: sys.path[0] is recipes/, wher
 
 from rich.console import Console
 
-from eval import report
+from eval import compare_page, report
+from pairing.errors import InputError
 from pairing.files import write_json, write_text
 from recipes.config import Strict, guarded, parse
 
 
 class ReportConfig(Strict):
     run_dir: Path
-    """folder of `run`, `measure` or `distill`"""
+    """folder of `run`, `measure`, `sweep` or `distill`"""
+    other: Path | None = None
+    """a second one, B, compared with the first, A"""
+    out: Path | None = None
+    """the page; null: report.html in the folder, of two runs compare.html in B's"""
+    markdown: bool = False
+    """print Markdown for a pull request; also --markdown"""
 
 
-def write_report(run_dir: Path) -> dict[str, Any]:
-    """Writes report.html and verdict.json into `run_dir` and returns the verdict; whether yes or no, it is written.
+def write_report(run_dir: Path, out: Path | None = None) -> dict[str, Any]:
+    """Writes the page (run_dir/report.html) and verdict.json into `run_dir`, returns the verdict; whether yes or no, it is
+    written.
 
     Raises InputError where the folder is missing or holds no results.
     """
     found = report.verdict(run_dir)
-    write_text(run_dir / "report.html", report.build(run_dir))
+    write_text(out or run_dir / "report.html", report.build(run_dir))
     write_json(run_dir / "verdict.json", found)
     return found
 
@@ -48,20 +61,50 @@ def print_verdict(run_dir: Path, found: dict[str, Any], console: Console) -> Non
         console.print(f"! {alarm}", style="yellow", markup=False)
     if found["serve"]:
         console.print(f"\n{found['serve']['command']}", markup=False, soft_wrap=True)
-    console.print(f"\n{run_dir / 'report.html'}", style="dim", markup=False, soft_wrap=True)
+
+
+def compared(config: ReportConfig, a: Path, b: Path, as_json: bool, dry_run: bool) -> int:
+    found = compare_page.compare_folders(a, b)
+    out = config.out or b / "compare.html"
+    if dry_run:
+        print(f"would write {out}")
+        return 0
+    write_text(out, compare_page.page(a, b, found))
+    if as_json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+    elif config.markdown:
+        print(compare_page.markdown(a, b, found), end="")
+    else:
+        console = Console(highlight=False)
+        for d in found["differences"]:
+            words = f"differs: {d['what']}: {report.figure(d['a'])} in A, {report.figure(d['b'])} in B"
+            console.print(words, style="yellow", markup=False, soft_wrap=True)
+        console.print(found["sentence"], style="bold", markup=False)
+        console.print(f"\n{out}", style="dim", markup=False, soft_wrap=True)
+    return 1 if found["regression"] or found["answer"] == "not comparable" else 0
 
 
 def main(argv: list[str]) -> int:
-    config, args = parse(ReportConfig, argv, ("run_dir",), "One page, one verdict, from a run folder.")
+    argv = ["markdown=true" if word == "--markdown" else word for word in argv]
+    config, args = parse(ReportConfig, argv, ("run_dir", "other"), "One page, one verdict, from one run folder or two.")
+    if args.json and config.markdown:
+        raise InputError("--json and --markdown: standard output takes one of them")
+    if config.other is not None:
+        return compared(config, config.run_dir, config.other, args.json, args.dry_run)
+    out = config.out or config.run_dir / "report.html"
     if args.dry_run:
         report.verdict(config.run_dir)  # the same complaints as without --dry-run
-        print(f"would write {config.run_dir / 'report.html'} and {config.run_dir / 'verdict.json'}")
+        print(f"would write {out} and {config.run_dir / 'verdict.json'}")
         return 0
-    found = write_report(config.run_dir)
+    found = write_report(config.run_dir, out)
     if args.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
+    elif config.markdown:
+        print(report.markdown(config.run_dir), end="")
     else:
-        print_verdict(config.run_dir, found, Console(highlight=False))
+        console = Console(highlight=False)
+        print_verdict(config.run_dir, found, console)
+        console.print(f"\n{out}", style="dim", markup=False, soft_wrap=True)
     return 0 if found["answer"] == "deploy" else 1
 
 

@@ -28,6 +28,7 @@ from distill.answers import Answers
 from eval import schedule, server, sweep
 from eval.measure import Arm, Plan, measure
 from eval.results import LogProbs, write_results
+from pairing.card import write_card
 from pairing.engine import Engine, require_vllm
 from pairing.errors import InputError, PartFailedError
 from pairing.files import read_json, read_jsonl, write_json
@@ -208,6 +209,7 @@ def swept(config: SweepConfig, plan: Plan, run: Run) -> Row:
         if config.record and arm.model and (arm.model / "pair.json").is_file():
             keep = ("best", "pays_up_to", "stops_at", "schedule", "confirmed")
             update_pair(arm.model, serve=report["serve"], sweep={key: report[key] for key in keep})
+            write_card(arm.model)
     return report
 
 

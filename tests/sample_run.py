@@ -136,10 +136,14 @@ def write(folder: Path) -> Path:
     for arm in ("target", "drafter"):
         for i, (id, text) in enumerate(answers.items()):
             ids = tokenizer(text if (arm, i) != ("drafter", 1) else text.replace("1", "7"))["input_ids"]
+            step = (0.12 if arm == "target" else 0.09) * (1 + 0.1 * ((i * 5) % 7 - 3) / 3)
             requests.append({
-                "arm": arm, "workload": "orders", "group": None, "id": id, "tags": {"seen": i % 3 != 0}, "repeat": 0,
+                "arm": arm, "workload": "orders", "group": None, "temperature": 0.0, "concurrency": 1,
+                "id": id, "tags": {"seen": i % 3 != 0}, "repeat": 0,
                 "num_speculative_tokens": 0 if arm == "target" else K, "output_ids": ids, "output_tokens": len(ids),
-                "ttft_s": 0.2, "e2e_s": 5.0, "tpot_s": 0.1, "chunks": len(ids), "finish_reason": "stop",
+                "ttft_s": 0.2 + 0.01 * (i % 4), "e2e_s": 0.2 + step * len(ids), "tpot_s": step,
+                "itl_s": [step] * (len(ids) - 1), "chunk_gap_s": [step] * (len(ids) - 1),
+                "chunks": len(ids) if arm == "target" else 1 + (len(ids) - 1) // 3, "finish_reason": "stop",
                 "started_at": 1795973598.5 + i,
             })  # fmt: skip
     write_jsonl(folder / "measure" / "requests.jsonl", requests)

@@ -119,11 +119,11 @@ def test_a_drafter_with_a_mask_is_measured_both_ways(tmp_path: Path) -> None:
     blank = dict.fromkeys(("workload", "temperature", "concurrency", "draft_acceptance_rate", "acceptance_length",
                            "speedup_interval", "exact_match", "void", "versions", "group"))  # fmt: skip
     rows = [
-        {**blank, "arm": a.name, "speedup": s, "num_speculative_tokens": a.num_speculative_tokens,
+        {**blank, "arm": a.name, "speedup": s, "temperature": 0.0, "num_speculative_tokens": a.num_speculative_tokens,
          "parallel_drafting": a.parallel_drafting}
         for a, s in ((one, 1.2), (other, 1.5))
     ]  # fmt: skip
-    record(plan, rows)
+    record(plan, rows, {"gpus": [], "cpu": "A CPU", "cores": 2})
     pair = read_pair(tmp_path / "draft")
     assert [m["parallel_drafting"] for m in pair["measurements"]] == [False, True]
     assert (pair["serve"]["parallel_drafting"], pair["serve"]["num_speculative_tokens"]) == (True, 6)

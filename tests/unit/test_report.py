@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import pytest
 
 from eval import plots, report
 from pairing.errors import InputError
-from pairing.files import read_json, write_json, write_jsonl
+from pairing.files import read_json, read_jsonl, write_json, write_jsonl
 from recipes.report import main, write_report
+from tests import sample_sweep
 from tests.sample_run import HOSTILE, drafted, result, write
 
 
@@ -120,8 +122,9 @@ def test_prompts_and_outputs_are_escaped(page: str) -> None:
 
 def test_plots_are_inline_text_without_clashing_ids(page: str) -> None:
     plotted = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    # orders and humaneval: speed, survival, conditional; loss, top-1, τ; τ offline and served of both
-    assert len(plotted) == 3 + 3 + 3 + 2
+    # orders and humaneval: speed, survival, conditional; memory; parts; orders' waits (TTFT, TPOT, whole); loss, top-1, τ;
+    # τ offline and served of both
+    assert len(plotted) == 3 + 3 + 1 + 1 + 3 + 3 + 2
     assert all("<text" in p and 'role="img"' in p and "aria-label=" in p for p in plotted)
     ids = [i for p in plotted for i in set(re.findall(r'\bid="([^"]+)"', p))]
     assert not any(re.fullmatch(r"(figure|axes|text|patch)_\d+", i) for i in ids)
@@ -247,6 +250,101 @@ def test_the_best_drafters_own_serve_line_is_taken(run_dir: Path, tmp_path: Path
             speedup_interval=[1.1, 1.3], **drafted([3, 2, 1, 0], 4))]  # fmt: skip
     write_jsonl(folder / "measure" / "results.jsonl", rows)
     assert report.verdict(folder)["serve"]["command"] == line
+
+
+def test_a_page_names_no_folder_of_this_machine(run_dir: Path, tmp_path: Path) -> None:
+    """Paths of the run, the working directory, the home and others, in every part that is shown; verdict.json, which stays
+    here, keeps them."""
+    folder = tmp_path / "run"
+    shutil.copytree(run_dir, folder)
+    home, here, cwd = str(Path.home()), str(folder), str(Path.cwd())
+    own = folder / "distill" / "drafter"
+    pair = read_json(own / "pair.json")
+    write_json(own / "pair.json", pair | {"target": {"name": f"{cwd}/models/t", "path": f"{home}/t", "digests": {}}})
+    write_json(folder / "provenance.json", read_json(folder / "provenance.json") | {
+        "argv": ["draftsmith run", f"run_dir={here}", f"target={cwd}/models/t", "x=/srv/data/p.jsonl"],
+    })  # fmt: skip
+    (folder / "config.yaml").write_text(f"run_dir: {here}\ntarget: {cwd}/models/t\nhome: {home}/x\n")
+    rows = [result("target", "target", settings={"command": f"vllm serve {cwd}/models/t --chat {home}/c.jinja"}),
+            result("drafter", "draft_model", model=str(own), speedup=1.2, speedup_interval=[1.1, 1.3],
+                   settings={"command": f"vllm serve {cwd}/models/t --model {own}"}, **drafted([3, 2, 1, 0], 4)),
+            result("dead", "draft_model", void=f"it died (log: {here}/measure/logs/dead.log)")]  # fmt: skip
+    write_jsonl(folder / "measure" / "results.jsonl", rows)
+    page, text = report.build(folder), report.markdown(folder)
+    for place in (here, cwd, home + "/", str(tmp_path), "/srv/data", socket.gethostname() + " "):
+        assert place not in page, place
+        assert place not in text, place
+    shown = page.replace("&#34;", '"').replace("&#39;", "'")
+    assert "vllm serve models/t --speculative-config" in shown
+    assert '"model": "run/distill/drafter"' in shown
+    assert "run_dir=run target=models/t x=p.jsonl" in shown
+    assert "it died (log: run/measure/logs/dead.log)" in shown
+    assert f"{cwd}/models/t" in report.verdict(folder)["serve"]["command"]
+
+
+def test_long_outputs_and_many_mismatches_are_cut(run_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run_dir, folder)
+    lost = [{"id": f"{i:016x}", "repeat": 0, "position": i, "target_token": 1, "arm_token": 2,
+             "why": "no tie" if i == 400 else "a tie in rounding"} for i in range(500)]  # fmt: skip
+    rows = [result("target", "target"), result("drafter", "draft_model", speedup=1.2, speedup_interval=[1.1, 1.3],
+            mismatches=lost, **drafted([3, 2, 1, 0], 4))]  # fmt: skip
+    write_jsonl(folder / "measure" / "results.jsonl", rows)
+    requests = read_jsonl(folder / "measure" / "requests.jsonl")
+    write_jsonl(folder / "measure" / "requests.jsonl",
+                [r | {"output_ids": r["output_ids"] * 3000} for r in requests])  # fmt: skip
+    page = report.build(folder)
+    assert len(page) < 600_000
+    assert "more characters)" in page
+    assert "And 488 more, in results.jsonl" in page
+    assert f"{400:016x}" in page  # the one that is not explained is among those shown
+
+
+def test_a_sweeps_page_shows_the_best_of_each_way_and_folds_the_rest(tmp_path: Path) -> None:
+    folder = sample_sweep.write(tmp_path / "sweep")
+    page = report.build(folder)
+    Outline(page)
+    found, sweep = report.verdict(folder), read_json(folder / "sweep.json")
+    assert found["answer"] == "deploy"
+    assert found["sentence"].startswith("Deploy the drafter with the schedule K = ")
+    assert found["serve"] == sweep["serve"]
+    assert page.count("<summary>All 12 arms; above: the fastest K of each</summary>") == 4
+    tables = re.findall(r'<table class="measured">.*?</table>', page, re.DOTALL)
+    brief = next(t for t in tables if ">identical<" in t and "drafter-parallel-k" in t)
+    assert brief.count('<th scope="row">') == 3  # the target, and each way of drafting at its fastest K
+    grids = re.findall(r'<table class="measured grid">.*?</table>', page, re.DOTALL)
+    assert [g.count("<tr>") for g in grids] == [5, 5]
+    cell = next(c for c in sweep["surface"] if c["arm"] == "drafter-k3" and c["concurrency"] == 4)
+    assert f"{cell['speedup']:.2f}x" in grids[0]
+
+
+def test_optional_fields_are_shown_where_they_are(tmp_path: Path) -> None:
+    """A rate in place of concurrency, the target measured twice, losslessness at a temperature, bands of context, an arm of
+    transformers."""
+    hot = {"workload": "hot", "temperature": 0.7}
+    good = {"speedup": 1.3, "speedup_interval": [1.2, 1.4], **drafted([320, 250, 190, 140], 400)}
+    bands = [{"from": 0, "to": 256, "rounds": 30, "acceptance_length": 3.5},
+             {"from": 256, "to": None, "rounds": 9, "acceptance_length": 2.25}]  # fmt: skip
+    rows = [
+        result("target", "target"),
+        result("target-again", "target", speedup=0.987, speedup_interval=[0.97, 1.01]),
+        result("drafter", "draft_model", **good) | {"acceptance_length_by_context": bands, "precision_reached": False},
+        result("target", "target", **hot),
+        result("drafter", "draft_model", **hot, **good)
+        | {"losslessness": {"p_value": 0.0004, "tokens": 5120, "lossless": False}, "exact_match": None},
+    ]  # fmt: skip
+    write_jsonl(tmp_path / "results.jsonl", rows)
+    page = report.build(tmp_path)
+    Outline(page)
+    plain = " ".join(re.sub(r"<[^>]*>", " ", page).split())
+    assert "how far its 0.99x lies from 1 is the noise of this machine" in plain
+    assert "was not reached: drafter" in plain
+    assert "3.50 0 to 256, 30 rounds 2.25 256 and more, 9 rounds" in plain
+    assert "drafter &lt; 0.001 5120 no: outputs differ" in plain
+    assert (
+        report.cell_name({**hot, "concurrency": None, "rate": 2.5})
+        == "hot, temperature 0.7, 2.5 requests sent a second"
+    )
 
 
 def test_commands_name_no_folder_of_this_machine() -> None:
