@@ -69,10 +69,9 @@ def test_the_target_as_its_own_drafter_has_every_draft_accepted(target: Path, tm
         assert {k: served[k] for k in asked} == asked, name
         assert int(served["kv_cache_tokens"].replace(",", "")) > 256, name
     greedy = {r["arm"]: r for r in rows if r["temperature"] == 0 and r["concurrency"] == 1}
-    print(
-        {name: (r["settings"]["differs"], r["settings"]["effective"], r["losslessness"]) for name, r in greedy.items()}
-    )
-    print([(r["arm"], r["losslessness"]) for r in checked])
+    assert {name: r["settings"]["differs"] for name, r in greedy.items()} == {  # vLLM's own doing beside n-gram
+        "target": [], "self": [], "ngram": ["scheduling synchronous, the target's unknown"],
+    }  # fmt: skip
     assert greedy["self"]["survival_per_pos"] == [1.0] * K
     assert (greedy["self"]["exact_match"], greedy["ngram"]["exact_match"]) == (1.0, 1.0)
     assert greedy["self"]["output_tokens"] == greedy["target"]["output_tokens"] > 0

@@ -328,10 +328,11 @@ def test_optional_fields_are_shown_where_they_are(tmp_path: Path) -> None:
     rows = [
         result("target", "target"),
         result("target-again", "target", speedup=0.987, speedup_interval=[0.97, 1.01]),
-        result("drafter", "draft_model", **good) | {"acceptance_length_by_context": bands, "precision_reached": False},
+        result("drafter", "draft_model", **good) | {"acceptance_length_by_context": bands, "precision_reached": False,
+         "precision": 0.03, "speedup_half_width": 0.05},
         result("target", "target", **hot),
         result("drafter", "draft_model", **hot, **good)
-        | {"losslessness": {"p_value": 0.0004, "tokens": 5120, "lossless": False}, "exact_match": None},
+        | {"losslessness": {"p": 0.0004, "tokens": 5120, "passed": False}, "exact_match": None},
     ]  # fmt: skip
     write_jsonl(tmp_path / "results.jsonl", rows)
     page = report.build(tmp_path)
