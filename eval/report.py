@@ -202,12 +202,13 @@ def _texts(row: Row) -> list[str]:
 
 def _cell_name(cell: Row) -> str:
     at = "one request at a time" if cell["concurrency"] == 1 else f"{cell['concurrency']} requests in flight"
+    at = f"{cell['rate']:g} requests/s" if cell["rate"] else at
     return f"{cell['workload']}, temperature {cell['temperature']:g}, {at}"
 
 
 def _rows_of(cell: Row, rows: Sequence[Row]) -> list[Row]:
     return [r for r in rows if r.get("group") is None
-            and all(r[k] == cell[k] for k in ("workload", "temperature", "concurrency"))]  # fmt: skip
+            and all(r.get(k) == cell[k] for k in ("workload", "temperature", "concurrency", "rate"))]  # fmt: skip
 
 
 def _table_rows(cell: Row, rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -11,6 +11,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from eval.open_loop import fell_behind
+
 Row = Mapping[str, Any]
 
 REPLAY_GAP = 0.05  # D15: offline and served τ further apart than this raise an alarm
@@ -25,7 +27,7 @@ def judge(results: Sequence[Row], evaluation: Mapping[str, Any] | None = None) -
     The first workload of the run, at its lowest temperature and concurrency, gives the headline; the other cells are
     judged alike and named. Returns {"answer": "deploy"|"do not deploy"|"not measurable", "sentence", "best": arm|None,
     "alarms": [str], "void": [{"arm", "workload", "num_speculative_tokens", "reason"}],
-    "cells": [{"workload", "temperature", "concurrency", "arms": [arm]}]}, fastest arm first, where an arm is {"arm",
+    "cells": [{"workload", "temperature", "concurrency", "rate", "arms": [arm]}]}, fastest arm first, where an arm is {"arm",
     "kind", "model", "num_speculative_tokens", "draft_sample_method", "parallel_drafting", "speedup", "interval",
     "acceptance_length", "draft_acceptance_rate", "exact_match", "answer": "faster"|"slower"|"no measurable difference"|
     "differs from the target"|"void"|"not measurable", "reason"}.
@@ -61,9 +63,10 @@ def judge(results: Sequence[Row], evaluation: Mapping[str, Any] | None = None) -
 
 
 def latest(results: Sequence[Row]) -> list[Row]:
-    """One row per cell: a cell measured again replaces its earlier row."""
-    keys = ("arm", "workload", "group", "temperature", "concurrency", "num_speculative_tokens", "draft_sample_method")
-    return list({tuple(r.get(k) for k in keys): r for r in results}.values())
+    """One row per served cell: a cell measured again replaces its earlier row; other engines' arms are no rivals."""
+    keys = ("arm", "workload", "group", "temperature", "concurrency", "rate", "num_speculative_tokens",
+            "draft_sample_method")  # fmt: skip
+    return list({tuple(r.get(k) for k in keys): r for r in results if r.get("engine", "vllm") == "vllm"}.values())
 
 
 def void_reason(row: Row) -> str | None:
@@ -82,21 +85,22 @@ def explained(mismatch: Row) -> bool:
 
 
 def _grouped(rows: Sequence[Row]) -> list[tuple[tuple[Any, ...], list[Row]]]:
-    """Whole-workload rows by (workload, temperature, concurrency): in the run's order, each from its lowest."""
+    """Whole-workload rows by (workload, temperature, concurrency, rate): in the run's order, each from its lowest, those at a
+    rate after those with requests in flight."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     order: dict[str, int] = {}
     for r in rows:
         if r.get("group") is None:
             order.setdefault(r["workload"], len(order))
-            groups.setdefault((r["workload"], r["temperature"], r["concurrency"]), []).append(r)
-    return sorted(groups.items(), key=lambda g: (order[g[0][0]], g[0][1], g[0][2]))
+            groups.setdefault((r["workload"], r["temperature"], r["concurrency"], r.get("rate")), []).append(r)
+    return sorted(groups.items(), key=lambda g: (order[g[0][0]], g[0][1], g[0][2] is None, g[0][2] or g[0][3]))
 
 
 def _cell(key: tuple[Any, ...], rows: Sequence[Row]) -> dict[str, Any]:
     target = next((r for r in rows if r["kind"] == "target"), None)
     arms = [_arm(r, target) for r in rows if r["kind"] != "target"]
     arms.sort(key=lambda a: -(a["speedup"] or 0.0))
-    return {"workload": key[0], "temperature": key[1], "concurrency": key[2], "arms": arms}
+    return {"workload": key[0], "temperature": key[1], "concurrency": key[2], "rate": key[3], "arms": arms}
 
 
 def _arm(row: Row, target: Row | None) -> dict[str, Any]:
@@ -119,6 +123,10 @@ def _arm_answer(row: Row, target: Row | None) -> tuple[str, str | None]:
         return "not measurable", "the target alone was not measured beside it"
     if void_reason(target):
         return "not measurable", f"the target alone is void: {void_reason(target)}"
+    if late := fell_behind(row):
+        return "not measurable", late
+    if late := fell_behind(target):
+        return "not measurable", f"of the target alone: {late}"
     if row.get("speedup") is None or not row.get("speedup_interval"):
         return "not measurable", "no speedup with an interval: it needs at least two prompts answered by both arms"
     unexplained = [m for m in row.get("mismatches") or [] if not explained(m)]
@@ -195,6 +203,8 @@ def _where(cell: Mapping[str, Any]) -> str:
     text = str(cell["workload"])
     if cell["temperature"]:
         text += f" at temperature {cell['temperature']:g}"
+    if cell["rate"]:
+        return text + f" at {cell['rate']:g} requests/s"
     return text + (f" with {cell['concurrency']} requests in flight" if cell["concurrency"] != 1 else "")
 
 
@@ -248,6 +258,8 @@ def _served_alarms(rows: Sequence[Row]) -> list[str]:
                 f"τ {replay:.2f} by replay and {served:.2f} served ({(replay / served - 1) * 100:+.1f} %; "
                 f"limit {REPLAY_GAP * 100:.0f} %): find out why before trusting either."
             )
+        if seen := (r.get("emitted_check") or {}).get("alarm"):
+            alarms.append(f"Emitted and counted disagree: {r['arm']} on {r['workload']}: {seen}.")
         if r["kind"] == "target" and (r.get("settings") or {}).get("ignore_eos"):
             alarms.append(
                 f"Not representative: {r['workload']} was measured with ignore_eos: answers ran past their end."

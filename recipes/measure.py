@@ -78,6 +78,8 @@ class MeasureConfig(Strict):
     """of the target's sampling, in every arm"""
     concurrencies: list[Annotated[int, Field(ge=1)]] = Field(default=[1], min_length=1)
     """requests in flight"""
+    rates: list[Annotated[float, Field(gt=0)]] = []
+    """requests/s that arrive by a Poisson process, whoever is still being answered; wants resident=false"""
     repeats: int = Field(default=2, ge=1)
     """times that every prompt is sent to every arm"""
     minutes: float | None = None
@@ -106,6 +108,11 @@ class MeasureConfig(Strict):
 
 def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, dict[str, Answers]]:
     """Everything checked that can be before a server starts. Raises InputError."""
+    if config.rates and config.resident:
+        raise InputError(
+            "rates: requests that arrive by the clock would meet servers that share this machine with each other: give "
+            "resident=false"
+        )
     target = resolve(config.target)
     arms = [Arm("target", "target")]
     for name, folder in config.drafters.items():
@@ -133,7 +140,8 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
     settings = server.Settings(
         dtype="float32" if config.dtype == "auto" and engine.backend == "cpu" else config.dtype,
         max_model_len=config.max_model_len,
-        max_num_seqs=max(8, *config.concurrencies),
+        # with arrivals by the clock nothing else says how many are in flight
+        max_num_seqs=max(64 if config.rates else 8, *config.concurrencies),
         enforce_eager=config.enforce_eager,
         kv_cache_gib=config.kv_cache_gib,
         # servers that live side by side share the GPU
@@ -145,6 +153,7 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
     plan = Plan(
         target.path, arms, workloads, settings, config.repeats, config.minutes, tuple(config.concurrencies),
         tuple(config.temperatures), config.seed, config.warmup, config.resident, start_timeout_s=config.start_timeout_s,
+        rates=tuple(config.rates),
     )  # fmt: skip
     return plan, target, answers
 
@@ -280,7 +289,7 @@ def main(argv: list[str]) -> int:
         for f in trained_findings(arm.model, preflight_of(plan.settings, arm, engine.backend)) if arm.model else ():
             notes.print(f"{arm.name}: {f.what}: {f.fix}", markup=False)
     if args.dry_run:
-        cells = len(plan.arms) * plan.repeats * len(plan.temperatures) * len(plan.concurrencies)
+        cells = len(plan.arms) * plan.repeats * len(plan.temperatures) * len(plan.loads)
         requests = [r for workload in plan.workloads.values() for r in workload]
         print(f"arms: {', '.join(a.name for a in plan.arms)}")
         print(f"requests: {len(requests) * cells}, at most {sum(r.max_tokens for r in requests) * cells} tokens")
