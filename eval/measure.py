@@ -29,13 +29,14 @@ SETTLE_S = 1.2
 @dataclass(frozen=True)
 class Arm:
     name: str
-    kind: str  # "target", "draft_model" or "ngram"
+    kind: str  # "target", "draft_model", "ngram", "suffix" or "speculator"
     model: Path | None = None
     num_speculative_tokens: int = 0
     draft_sample_method: str = "greedy"  # argmax drafting, vLLM's default
     schedule: tuple[tuple[int, int, int], ...] = ()  # K by batch size: (from, to, K)
     prompt_lookup: tuple[int, int] = (2, 4)  # n-gram lengths, shortest and longest
     parallel_drafting: bool = False  # all drafts of a round from one pass of the drafter
+    method: str | None = None  # of a speculator: eagle3, medusa, …
 
     def speculation(self) -> dict[str, Any] | None:
         """The --speculative-config of this arm."""
@@ -45,7 +46,10 @@ class Arm:
         if self.kind == "ngram":
             low, high = self.prompt_lookup
             return {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": low, "prompt_lookup_max": high}
-        words: dict[str, Any] = {"method": "draft_model", "model": str(self.model), "num_speculative_tokens": k}
+        if self.kind == "suffix":  # of its own request alone: answers kept from before would be replayed (fault D20)
+            return {"method": "suffix", "num_speculative_tokens": k, "suffix_decoding_max_cached_requests": 0}
+        words: dict[str, Any] = {"method": self.method or "draft_model", "model": str(self.model)}
+        words["num_speculative_tokens"] = k
         words |= {"parallel_drafting": True} if self.parallel_drafting else {}
         if self.schedule:
             words["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in self.schedule]

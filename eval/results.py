@@ -72,6 +72,7 @@ def _row(
         "arm": arm.name,
         "kind": arm.kind,
         "model": str(arm.model) if arm.model else None,
+        "method": arm.method,
         **cell,
         "num_speculative_tokens": arm.num_speculative_tokens,
         "draft_sample_method": arm.draft_sample_method if arm.kind == "draft_model" else None,

@@ -19,6 +19,7 @@ REPLAY_GAP = 0.05  # D15: offline and served τ further apart than this raise an
 CACHE_HITS = 0.01  # D20: a cell with a higher prefix cache hit rate measured the cache
 TIE = "a tie in rounding"  # what a mismatch's `why` says where both tokens were equally likely for the target
 REFERENCE_ARMS = ("untrained",)  # measured to show what training brought, never recommended
+TRAINED = ("draft_model", "speculator")  # kinds of arms that somebody had to make
 
 
 def judge(results: Sequence[Row], evaluation: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def judge(results: Sequence[Row], evaluation: Mapping[str, Any] | None = None) -
     judged alike and named. Returns {"answer": "deploy"|"do not deploy"|"not measurable", "sentence", "best": arm|None,
     "alarms": [str], "void": [{"arm", "workload", "num_speculative_tokens", "reason"}],
     "cells": [{"workload", "temperature", "concurrency", "rate", "arms": [arm]}]}, fastest arm first, where an arm is {"arm",
-    "kind", "model", "num_speculative_tokens", "draft_sample_method", "parallel_drafting", "speedup", "interval",
+    "kind", "model", "method", "num_speculative_tokens", "draft_sample_method", "parallel_drafting", "speedup", "interval",
     "acceptance_length", "draft_acceptance_rate", "exact_match", "answer": "faster"|"slower"|"no measurable difference"|
     "differs from the target"|"void"|"not measurable", "reason"}.
     """
@@ -105,8 +106,8 @@ def _cell(key: tuple[Any, ...], rows: Sequence[Row]) -> dict[str, Any]:
 
 def _arm(row: Row, target: Row | None) -> dict[str, Any]:
     answer, reason = _arm_answer(row, target)
-    keys = ("arm", "kind", "model", "num_speculative_tokens", "draft_sample_method", "parallel_drafting", "acceptance_length",
-            "draft_acceptance_rate", "exact_match")  # fmt: skip
+    keys = ("arm", "kind", "model", "method", "num_speculative_tokens", "draft_sample_method", "parallel_drafting",
+            "acceptance_length", "draft_acceptance_rate", "exact_match")  # fmt: skip
     measured = answer not in ("void", "not measurable")
     return {k: row.get(k) for k in keys} | {
         "speedup": row.get("speedup") if measured else None,
@@ -145,10 +146,10 @@ def _arm_answer(row: Row, target: Row | None) -> tuple[str, str | None]:
 def _cost(row: Row) -> str | None:
     """Why there is no gain. S = τ / (cost of a round in target steps), so the cost is τ / S (design.md, Words).
 
-    Only for draft models: they draft in every round, while τ of n-gram leaves out the rounds in which it found nothing.
+    Only for models and heads: they draft in every round, while τ of n-gram leaves out the rounds in which it found nothing.
     """
     length = row.get("acceptance_length")
-    if row["kind"] != "draft_model" or not length:
+    if row["kind"] not in TRAINED or not length:
         return None
     return f"a round emits τ = {length:.2f} tokens and costs about {length / row['speedup']:.2f} target steps"
 
@@ -157,12 +158,12 @@ def _headline(cells: Sequence[dict[str, Any]]) -> tuple[str, str, dict[str, Any]
     cell = cells[0]
     ranked = [a for a in cell["arms"] if a["speedup"] is not None and a["arm"] not in REFERENCE_ARMS]
     faster = [a for a in ranked if a["answer"] == "faster"]
-    drafters = [a for a in cell["arms"] if a["kind"] == "draft_model" and a["arm"] not in REFERENCE_ARMS]
+    drafters = [a for a in cell["arms"] if a["kind"] in TRAINED and a["arm"] not in REFERENCE_ARMS]
     if not ranked:
         void = next((a for a in cell["arms"] if a["arm"] not in REFERENCE_ARMS), None)
         why = f"{void['arm']}: {void['reason']}" if void else "no arm but the target was measured"
         return "not measurable", f"Not measurable: on {_where(cell)} {why}.", None
-    if faster and (faster[0]["kind"] == "draft_model" or not drafters):
+    if faster and (faster[0]["kind"] in TRAINED or not drafters):
         best = faster[0]
         parts = [
             f"Deploy {_named(best)}: it serves {_where(cell)} at {_times(best)}",
@@ -317,8 +318,9 @@ def serve_with(verdict: Row, target: str | None, pair: Mapping[str, Any] | None)
     same = own.get("num_speculative_tokens") == best["num_speculative_tokens"]
     command = own.get("command") if same and bool(own.get("parallel_drafting")) == parallel else None
     if best["kind"] != "draft_model" or not command:
-        config = {"method": best["kind"], "num_speculative_tokens": best["num_speculative_tokens"]}
-        if best["kind"] == "draft_model":
+        method = best.get("method") or best["kind"]
+        config = {"method": method, "num_speculative_tokens": best["num_speculative_tokens"]}
+        if best["kind"] in TRAINED:
             config["model"] = best["model"]
         if best["draft_sample_method"] not in (None, "greedy"):
             config["draft_sample_method"] = best["draft_sample_method"]

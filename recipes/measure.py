@@ -3,7 +3,8 @@
 draftsmith measure --config measure.yaml
 draftsmith measure target=… drafters.drafter=runs/drafter workloads.mine.answers=runs/data/heldout out=runs/measure
 
-Arms: the target alone, each drafter, and vLLM's n-gram proposer. Prompts come from answers folders (`generate`), whose
+Arms: the target alone, each drafter, vLLM's n-gram and suffix proposers, speculator checkpoints that are given, and
+transformers' own assisted generation offline. Prompts come from answers folders (`generate`), whose
 recorded distribution also gives the acceptance length that is to be expected, and explains outputs that differ.
 """
 
@@ -36,12 +37,13 @@ from pairing.acceptance import replay, replay_rounds
 from pairing.alignment import check_pair, tokens_by_id
 from pairing.engine import Engine, require_vllm
 from pairing.errors import InputError
-from pairing.files import read_json
+from pairing.files import read_json, read_jsonl, write_jsonl
 from pairing.mask_token import mask_id_of
 from pairing.pair import update_pair
 from pairing.parallel_drafting import trained_findings
 from pairing.preflight import Serving, require_start
 from pairing.source import ModelSource, load_model, load_tokenizer, resolve
+from pairing.speculators import require_speculator, require_suffix
 from recipes.config import Strict, guarded, parse
 from recipes.run_folder import open_run, provenance
 
@@ -55,11 +57,22 @@ class WorkloadConfig(Strict):
     """longest answer; answers end where they end by themselves"""
 
 
+class SpeculatorConfig(Strict):
+    model: Path
+    """folder of a checkpoint that drafts from the target's hidden states"""
+    method: Literal["auto", "eagle3", "eagle", "medusa", "mlp_speculator"] = "auto"
+    """auto: what its config.json says"""
+    num_speculative_tokens: int | None = Field(default=None, ge=1, le=32)
+    """K of this arm; null: num_speculative_tokens"""
+
+
 class MeasureConfig(Strict):
     target: str
     """hub id, folder or .gguf file"""
     drafters: dict[str, str] = Field(default_factory=dict)
     """arm name -> drafter folder"""
+    speculators: dict[str, SpeculatorConfig] = Field(default_factory=dict)
+    """arm name -> head that others trained for this target: EAGLE, EAGLE-3, Medusa"""
     workloads: dict[str, WorkloadConfig]
     """name -> prompts"""
     out: Path
@@ -74,6 +87,10 @@ class MeasureConfig(Strict):
     """K of the parallel arms, whose drafts cost less and so may be more; null: num_speculative_tokens"""
     ngram: bool = True
     """measure vLLM's n-gram proposer too"""
+    suffix: bool = False
+    """measure vLLM's suffix proposer too; needs the package arctic-inference"""
+    assisted: bool = False
+    """measure assisted generation and prompt lookup in transformers too, offline, beside its own target"""
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(default=[0.0], min_length=1)
     """of the target's sampling, in every arm"""
     concurrencies: list[Annotated[int, Field(ge=1)]] = Field(default=[1], min_length=1)
@@ -116,7 +133,7 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
     target = resolve(config.target)
     arms = [Arm("target", "target")]
     for name, folder in config.drafters.items():
-        if name in ("target", "ngram"):
+        if name in ("target", "ngram", "suffix"):
             raise InputError(f"drafters.{name}: that name is taken: choose another")
         source = resolve(folder)
         drafter, report = source.path, check_pair(target, source)
@@ -124,8 +141,12 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
             worst = next(f for f in report["findings"] if f["level"] in ("blocks", "repairable"))
             raise InputError(f"drafters.{name}: {drafter} does not fit the target: {worst['what']} ({worst['fix']})")
         arms += drafter_arms(config, name, drafter)
+    arms += speculator_arms(config, {a.name for a in arms}, read_json(target.path / "config.json"), engine)
     if config.ngram:
         arms.append(Arm("ngram", "ngram", None, config.num_speculative_tokens))
+    if config.suffix:
+        require_suffix()
+        arms.append(Arm("suffix", "suffix", None, config.num_speculative_tokens))
     answers = {name: open_answers(w.answers) for name, w in config.workloads.items()}
     workloads = {}
     for name, workload in config.workloads.items():
@@ -148,7 +169,7 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
         gpu_memory_utilization=0.9 / len(arms) if config.resident else 0.9,
     )
     for arm in arms:
-        if arm.model is not None:
+        if arm.kind == "draft_model":
             require_start(target, resolve(str(arm.model)), preflight_of(settings, arm, engine.backend))
     plan = Plan(
         target.path, arms, workloads, settings, config.repeats, config.minutes, tuple(config.concurrencies),
@@ -166,6 +187,20 @@ def drafter_arms(config: MeasureConfig, name: str, drafter: Path) -> list[Arm]:
     K = config.parallel_num_speculative_tokens or config.num_speculative_tokens
     parallel = replace(one, name=f"{name}-parallel", num_speculative_tokens=K, parallel_drafting=True)
     return [parallel] if config.parallel_drafting == "only" else [one, parallel]
+
+
+def speculator_arms(
+    config: MeasureConfig, taken: set[str], target: dict[str, Any], engine: Engine
+) -> list[Arm]:
+    """Heads have no vocabulary to compare; their sizes must be the target's."""
+    arms = []
+    for name, one in config.speculators.items():
+        if name in taken | {"ngram", "suffix"}:
+            raise InputError(f"speculators.{name}: that name is taken: choose another")
+        K = one.num_speculative_tokens or config.num_speculative_tokens
+        method = require_speculator(f"speculators.{name}", one.model, one.method, K, target, engine)
+        arms.append(Arm(name, "speculator", one.model, K, method=method))
+    return arms
 
 
 def preflight_of(settings: server.Settings, arm: Arm, backend: str) -> Serving:
@@ -202,7 +237,7 @@ def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[s
     """(arm, workload, group) -> τ by replay: the drafter teacher-forced on the target's recorded answers."""
     accelerator, out = Accelerator(), {}
     for arm in plan.arms:
-        if arm.model is None:
+        if arm.model is None or arm.kind != "draft_model":
             continue
         model = load_model(arm.model).to(accelerator.device)
         for name, requests in plan.workloads.items():
@@ -278,6 +313,18 @@ def record(plan: Plan, rows: list[dict[str, Any]]) -> None:
         )
 
 
+def in_transformers(config: MeasureConfig, plan: Plan, versions: dict[str, Any]) -> str:
+    """Measures the offline arms, appends their rows to results.jsonl and returns them as a table."""
+    from eval.assisted import assisted_results, markdown, measure_assisted, ways
+
+    tried = ways({name: resolve(folder).path for name, folder in config.drafters.items()}, config.num_speculative_tokens)
+    device = Accelerator().device
+    void = measure_assisted(plan.target, tried, plan.workloads, config.out, plan.repeats, plan.settings.dtype, device)
+    rows = assisted_results(config.out, tried, plan.workloads, void, versions)
+    write_jsonl(config.out / "results.jsonl", [*read_jsonl(config.out / "results.jsonl"), *rows])
+    return markdown(rows)
+
+
 def main(argv: list[str]) -> int:
     config, args = parse(MeasureConfig, argv, about=__doc__ or "")
     engine = require_vllm("measure")
@@ -286,7 +333,7 @@ def main(argv: list[str]) -> int:
     if target.note:
         notes.print(target.note, markup=False)
     for arm in plan.arms:
-        for f in trained_findings(arm.model, preflight_of(plan.settings, arm, engine.backend)) if arm.model else ():
+        for f in trained_findings(arm.model, preflight_of(plan.settings, arm, engine.backend)) if arm.model and arm.kind == "draft_model" else ():
             notes.print(f"{arm.name}: {f.what}: {f.fix}", markup=False)
     if args.dry_run:
         cells = len(plan.arms) * plan.repeats * len(plan.temperatures) * len(plan.loads)
@@ -304,7 +351,10 @@ def main(argv: list[str]) -> int:
     rows = write_results(plan, config.out, where["versions"], expected(plan, answers, real), log_probs, references)
     if config.record:
         record(plan, rows)
-    print(json.dumps(rows, indent=2) if args.json else markdown_results(rows))
+    offline = in_transformers(config, plan, where["versions"]) if config.assisted else ""
+    if offline:
+        rows = read_jsonl(config.out / "results.jsonl")
+    print(json.dumps(rows, indent=2) if args.json else f"{markdown_results(rows)}\n{offline}".rstrip())
     return 0
 
 
