@@ -99,7 +99,9 @@ def _load(folder: Path, dtype: str, device: torch.device | str, K: int = 0) -> A
     if not getattr(model, "is_quantized", False):  # quantized weights stay where they were loaded
         model = model.to(device)
     own = model.generation_config
-    plain = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id, bos_token_id=own.bos_token_id)
+    plain = GenerationConfig(
+        eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id, bos_token_id=own.bos_token_id
+    )
     if K:  # read from the drafter's own config, not from what `generate` is given
         plain.num_assistant_tokens, plain.num_assistant_tokens_schedule = K, "constant"
         plain.assistant_confidence_threshold = 0.0
@@ -117,7 +119,10 @@ def answer(target: Any, drafter: Any, way: Way, request: Request, max_tokens: in
         passes += 1
 
     prompt_1T = torch.tensor([request.prompt_ids], device=target.device)
-    words: dict[str, Any] = {"do_sample": False, "max_new_tokens": min(max_tokens or request.max_tokens, request.max_tokens)}
+    words: dict[str, Any] = {
+        "do_sample": False,
+        "max_new_tokens": min(max_tokens or request.max_tokens, request.max_tokens),
+    }
     if drafter is not None:
         words["assistant_model"] = drafter
     elif way.num_speculative_tokens:

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 Row = Mapping[str, Any]
-GROWTH = 2.0  # a queue that grows evenly makes the last third of the requests wait about five times as long as the first
+GROWTH = (
+    2.0  # a queue that grows evenly makes the last third of the requests wait about five times as long as the first
+)
 UNFINISHED = 0.25  # part of the requests still at work when the last one arrives: that many a steady run does not hold
 
 

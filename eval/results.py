@@ -38,7 +38,13 @@ def write_results(
         names = list(dict.fromkeys(r.group for r in measured))
         groups = [None, *(g for g in names if g is not None)]
         for temperature, (concurrency, rate), group, arm in product(plan.temperatures, plan.loads, groups, plan.arms):
-            cell = {"workload": workload, "group": group, "temperature": temperature, "concurrency": concurrency, "rate": rate}
+            cell = {
+                "workload": workload,
+                "group": group,
+                "temperature": temperature,
+                "concurrency": concurrency,
+                "rate": rate,
+            }
             here = [r for r in requests if _within(r, cell)]
             base = [r for r in here if r["arm"] == "target"]
             mine = [b for b in blocks if b["arm"] == arm.name and _within(b, cell)]

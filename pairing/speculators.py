@@ -67,10 +67,14 @@ def require_speculator(
         ("vocabulary rows", layer.get("vocab_size"), text.get("vocab_size")),
     ):
         if mine is not None and mine != theirs:
-            raise InputError(f"{name}: {folder} was made for {mine} {what}, the target has {theirs}: it is another model's")
+            raise InputError(
+                f"{name}: {folder} was made for {mine} {what}, the target has {theirs}: it is another model's"
+            )
     heads = config.get("num_heads") or config.get("medusa_num_heads")
-    if found == "medusa" and heads and K != heads:
-        raise InputError(f"{name}: its {heads} Medusa heads draft {heads} tokens: give {name}.num_speculative_tokens={heads}")
+    if found == "medusa" and heads and heads != K:
+        raise InputError(
+            f"{name}: its {heads} Medusa heads draft {heads} tokens: give {name}.num_speculative_tokens={heads}"
+        )
     return found
 
 

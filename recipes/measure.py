@@ -95,7 +95,7 @@ class MeasureConfig(Strict):
     """of the target's sampling, in every arm"""
     concurrencies: list[Annotated[int, Field(ge=1)]] = Field(default=[1], min_length=1)
     """requests in flight"""
-    rates: list[Annotated[float, Field(gt=0)]] = []
+    rates: list[Annotated[float, Field(gt=0)]] = Field(default=[])
     """requests/s that arrive by a Poisson process, whoever is still being answered; wants resident=false"""
     repeats: int = Field(default=2, ge=1)
     """times that every prompt is sent to every arm"""
@@ -189,9 +189,7 @@ def drafter_arms(config: MeasureConfig, name: str, drafter: Path) -> list[Arm]:
     return [parallel] if config.parallel_drafting == "only" else [one, parallel]
 
 
-def speculator_arms(
-    config: MeasureConfig, taken: set[str], target: dict[str, Any], engine: Engine
-) -> list[Arm]:
+def speculator_arms(config: MeasureConfig, taken: set[str], target: dict[str, Any], engine: Engine) -> list[Arm]:
     """Heads have no vocabulary to compare; their sizes must be the target's."""
     arms = []
     for name, one in config.speculators.items():
@@ -317,7 +315,9 @@ def in_transformers(config: MeasureConfig, plan: Plan, versions: dict[str, Any])
     """Measures the offline arms, appends their rows to results.jsonl and returns them as a table."""
     from eval.assisted import assisted_results, markdown, measure_assisted, ways
 
-    tried = ways({name: resolve(folder).path for name, folder in config.drafters.items()}, config.num_speculative_tokens)
+    tried = ways(
+        {name: resolve(folder).path for name, folder in config.drafters.items()}, config.num_speculative_tokens
+    )
     device = Accelerator().device
     void = measure_assisted(plan.target, tried, plan.workloads, config.out, plan.repeats, plan.settings.dtype, device)
     rows = assisted_results(config.out, tried, plan.workloads, void, versions)
@@ -333,7 +333,11 @@ def main(argv: list[str]) -> int:
     if target.note:
         notes.print(target.note, markup=False)
     for arm in plan.arms:
-        for f in trained_findings(arm.model, preflight_of(plan.settings, arm, engine.backend)) if arm.model and arm.kind == "draft_model" else ():
+        for f in (
+            trained_findings(arm.model, preflight_of(plan.settings, arm, engine.backend))
+            if arm.model and arm.kind == "draft_model"
+            else ()
+        ):
             notes.print(f"{arm.name}: {f.what}: {f.fix}", markup=False)
     if args.dry_run:
         cells = len(plan.arms) * plan.repeats * len(plan.temperatures) * len(plan.loads)

@@ -46,7 +46,15 @@ def test_chunks_that_were_merged_are_said_and_give_no_bands() -> None:
     got = figures([request(9, 1, 7)], counts(2, 5), K)
     assert got["acceptance_length_by_context"] is None
     assert "1 chunks brought 2 rounds: the client was late" in got["emitted_check"]["alarm"]
-    row = {**got, "arm": "d", "kind": "draft_model", "workload": "w", "group": None, "temperature": 0.0, "concurrency": 1}
+    row = {
+        **got,
+        "arm": "d",
+        "kind": "draft_model",
+        "workload": "w",
+        "group": None,
+        "temperature": 0.0,
+        "concurrency": 1,
+    }
     assert "Emitted and counted disagree: d on w: 1 chunks" in judge([row])["alarms"][0]
 
 

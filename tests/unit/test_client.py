@@ -10,7 +10,6 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -90,10 +89,10 @@ class Scripted:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     one = Clock()
     monkeypatch.setattr(client, "time", one)
-    yield one
+    return one
 
 
 def test_ttft_tpot_itl_and_end_to_end_are_exact(clock: Clock) -> None:

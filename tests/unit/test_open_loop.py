@@ -73,7 +73,14 @@ def test_the_verdict_says_who_does_not_keep_up_and_ranks_the_others() -> None:
     kept, lost = figures(rows([float(i) for i in range(9)], [1.5] * 9)), figures(rows(
         [float(i) for i in range(9)], [2.0 + i for i in range(9)]))  # fmt: skip
     shared: dict[str, Any] = {"workload": "w", "group": None, "temperature": 0.0, "num_speculative_tokens": 4}
-    closed = {**shared, "concurrency": 1, "rate": None, "speedup": 1.2, "speedup_interval": [1.1, 1.3], "exact_match": 1.0}
+    closed = {
+        **shared,
+        "concurrency": 1,
+        "rate": None,
+        "speedup": 1.2,
+        "speedup_interval": [1.1, 1.3],
+        "exact_match": 1.0,
+    }
     at_rate = {**closed, "concurrency": None, "rate": 1.0}
     found = judge([
         {**at_rate, **kept, "arm": "target", "kind": "target"},

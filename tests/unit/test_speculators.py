@@ -60,7 +60,9 @@ def test_what_does_not_fit_is_one_line(target: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"give speculators\.h\.method, one of eagle3, eagle, medusa, mlp_speculator$"):
         required(target, target)  # a plain model says nothing
     head = heads.medusa(tmp_path / "m", target, 3)
-    with pytest.raises(InputError, match=r"3 Medusa heads draft 3 tokens: give speculators\.h\.num_speculative_tokens=3"):
+    with pytest.raises(
+        InputError, match=r"3 Medusa heads draft 3 tokens: give speculators\.h\.num_speculative_tokens=3"
+    ):
         required(target, head, K=4)
     other = tiny.folder(tmp_path / "other", rows=tiny.ROWS + 16)
     with pytest.raises(InputError, match=r"made for 272 vocabulary rows, the target has 288"):
@@ -91,7 +93,9 @@ def test_suffix_asks_for_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_their_arms(target: Path, tmp_path: Path) -> None:
     head = heads.medusa(tmp_path / "m", target, 3)
     values = {"target": str(target), "workloads": {}, "out": tmp_path / "out", "num_speculative_tokens": 4}
-    config = MeasureConfig.model_validate({**values, "speculators": {"m": {"model": head, "num_speculative_tokens": 3}}})
+    config = MeasureConfig.model_validate(
+        {**values, "speculators": {"m": {"model": head, "num_speculative_tokens": 3}}}
+    )
     (arm,) = speculator_arms(config, {"target"}, read_json(target / "config.json"), ENGINE)
     assert arm == Arm("m", "speculator", head, 3, method="medusa")
     assert arm.speculation() == {"method": "medusa", "model": str(head), "num_speculative_tokens": 3}
