@@ -74,7 +74,8 @@ def complete(
         # requests through and time the others while they wait here
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=timeout_s, trust_env=False, limits=limits) as http:
-            return await asyncio.gather(*map(one, prompts, arrivals or [None] * len(prompts)))
+            due: Sequence[float | None] = arrivals or [None] * len(prompts)
+            return await asyncio.gather(*map(one, prompts, due))
 
     try:
         return asyncio.run(all_of_them())

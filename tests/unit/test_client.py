@@ -132,7 +132,7 @@ def test_requests_arrive_by_the_clock_whoever_is_still_being_answered() -> None:
 def test_a_client_that_is_late_does_not_make_the_server_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times count from when a request was due (coordinated omission), here 0.3 s before it was sent."""
     sleep = asyncio.sleep
-    monkeypatch.setattr(client.asyncio, "sleep", lambda seconds: sleep(max(0.0, seconds) + 0.3))
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(max(0.0, seconds) + 0.3))
     with Scripted([(0.0, [7])]) as server:
         started = time.time()
         (answer,) = client.complete(server.url, "t", [[0]], {"max_tokens": 1}, 30, None, [0.0])
