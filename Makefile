@@ -24,13 +24,14 @@ ONE_LINE := Turn the order into one line of JSON with the keys name, city, item,
 
 # Stopped anywhere, it goes on there: answers, drafter and every finished run are kept in $(BENCH). Delete it to measure anew.
 bench: setup
-	@echo "bench, about two hours on 2 cores; leave the machine alone meanwhile. In turn:"
+	@echo "bench, about three hours on 2 cores; leave the machine alone meanwhile. In turn:"
 	@echo "  data       SmolLM2-135M answers orders; a 5-layer drafter is cut from it             5 min"
 	@echo "  check      draftsmith check on 150,000 tokens                                        1 min"
 	@echo "  distill    our loop, a plain loop and TRL's GKD trainer; also with 151,936 rows     40 min"
 	@echo "  init       drafters of other depths and widths, trained alike and timed             20 min"
 	@echo "  objectives losses, cache sizes and the online target, 3 seeds; then each is served  50 min"
 	@echo "  quantize   a trained drafter in 4 bits, before and after a short part with the quantizer   20 min"
+	@echo "  parallel   one by one against all drafts in one pass, on orders and on code          60 min"
 	@echo "Results: $(BENCH)/*.jsonl and $(BENCH)/init, a line a run; tables beside them, *.md"
 	@$(PY) -c "import trl" 2>/dev/null || $(PY) -m pip install -q -c constraints.txt -e '.[bench]'
 	@.venv/bin/draftsmith generate target=HuggingFaceTB/SmolLM2-135M-Instruct out=$(BENCH)/answers \
@@ -54,4 +55,7 @@ bench: setup
 	@.venv/bin/draftsmith distill draft=$(BENCH)/draft data=$(BENCH)/answers/train out=$(BENCH)/trained max_steps=240
 	@$(PY) -m scripts.bench_quantize --draft $(BENCH)/trained/drafter --train $(BENCH)/answers/train \
 	  --heldout $(BENCH)/answers/heldout --out $(BENCH)/quantize.jsonl >$(BENCH)/quantize.md
-	@cat $(BENCH)/distill.md $(BENCH)/init/table.md $(BENCH)/objectives.md $(BENCH)/quantize.md
+	@$(PY) -m scripts.bench_parallel --name orders --train orders --heldout orders --out $(BENCH)/parallel >$(BENCH)/parallel.md
+	@$(PY) -m scripts.bench_parallel --name code --train functions --heldout humaneval --max-tokens 96 \
+	  --out $(BENCH)/parallel >>$(BENCH)/parallel.md
+	@cat $(BENCH)/distill.md $(BENCH)/init/table.md $(BENCH)/objectives.md $(BENCH)/quantize.md $(BENCH)/parallel.md

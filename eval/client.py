@@ -27,11 +27,13 @@ class Answer:
     started_at: float  # seconds since the epoch
 
 
-def healthy(url: str) -> bool:
+def health(url: str) -> int | None:
+    """The status of /health: 200 where requests are answered, 503 where the engine behind is gone; None while nobody
+    listens."""
     try:
-        return httpx.get(f"{url}/health", timeout=2, trust_env=False).status_code == 200
+        return httpx.get(f"{url}/health", timeout=2, trust_env=False).status_code
     except httpx.HTTPError:
-        return False
+        return None
 
 
 def metrics(url: str) -> str:

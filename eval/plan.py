@@ -3,19 +3,20 @@
 All costs are in the target's own steps at the same batch size, per K = num_speculative_tokens: v a verify step of K + 1 tokens,
 c a draft step, o the rest of a round (negative where a pair saves what single models pay for). S = τ / (v + K·c + o), with
 τ = (1 − α^{K+1}) / (1 − α) where every draft is accepted with the same chance α (Leviathan et al. 2022, arXiv 2211.17192).
+A drafter that drafts in parallel takes one step for all K (PARD, arXiv 2504.18583): its rounds are measured whole.
 Shapes: P prompts, R bootstrap resamples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pairing.acceptance import acceptance_length_of, replay
+from pairing.acceptance import acceptance_length_of, replay, replay_rounds
 from pairing.bootstrap import interval
 from pairing.decode_time import StepTime, Timer
 from pairing.serving_plan import Model
@@ -130,6 +131,9 @@ class Scored:
 
     w: Sequence[Sequence[float]]  # [P][tokens] chance that its draft there is accepted
     prompt_P: Floats  # tokens before each answer
+    parallel: Sequence[NDArray[np.int8]] | None = (
+        None  # [P][tokens, K] as `replay_rounds` takes it; None: it has no mask
+    )
 
     @property
     def alpha(self) -> float:
@@ -146,19 +150,23 @@ class Steps:
     verify: dict[int, float]  # v at the measured K
     round: dict[int, float]  # of the target with the last drafter, at the measured K
     rest: dict[int, float]  # o, from it
+    parallel: dict[int, float] = field(default_factory=dict)  # as `round`, all drafts from one pass
 
 
 def measure(
     timer: Timer, target: Mapping[str, Any], drafters: Sequence[Drafter], ks: Sequence[int], batch: int, *, rounds: bool
 ) -> Steps:
-    """v at the smallest, middle and largest K; whole rounds, where the engine runs a pair, at the smallest and largest."""
+    """v at the smallest, middle and largest K; whole rounds of both ways of drafting, where the engine runs a pair, at the
+    smallest and largest (one draft is the same round both ways, and measured once)."""
     three, two = sorted({ks[0], ks[len(ks) // 2], ks[-1]}), sorted({ks[0], ks[-1]}) if rounds else []
+    wide = [K for K in two if K > 1]
     models = [target, *(d.model.config for d in drafters)]
-    own, *others = timer(models, verify=three, rounds=two, batch=batch)
+    own, *others = timer(models, verify=three, rounds=two, parallel=wide, batch=batch)
     drafts, others = others[: len(drafters)], others[len(drafters) :]
     shares = [time.share[0] for time in others]
-    verify, whole = dict(zip(three, shares, strict=False)), dict(zip(two, shares[len(three) :], strict=True))
-    return Steps(batch, own, drafts, verify, whole, rest_of_round(whole, verify, drafts[-1].share[0]))
+    verify, whole = dict(zip(three, shares, strict=False)), dict(zip(two, shares[len(three) :], strict=False))
+    parallel = {K: whole[K] for K in two if K == 1} | dict(zip(wide, shares[len(three) + len(two) :], strict=True))
+    return Steps(batch, own, drafts, verify, whole, rest_of_round(whole, verify, drafts[-1].share[0]), parallel)
 
 
 def figures(
@@ -171,8 +179,12 @@ def figures(
         K, S = best_at(alpha, cost)
         row = {"name": drafter.name, "parameters": drafter.parameters, "ms": list(time.ms), "c": list(time.share)}
         shapes.append(row | shape_figures(cost) | {"assumed": {"alpha": alpha, "K": K, "S": S}})
+    if steps.parallel:  # of the last shape, whose rounds they are
+        cost = {K: at(steps.parallel, K) for K in ks}
+        K, S = best_at(alpha, cost)
+        shapes[-1]["parallel"] = shape_figures(cost) | {"assumed": {"alpha": alpha, "K": K, "S": S}}
     K, S = best(ceiling, round_costs(ks, steps.verify, 0.0, {}))
-    points = {"verify": steps.verify, "pair_round": steps.round, "rest": steps.rest}
+    points = {"verify": steps.verify, "pair_round": steps.round, "rest": steps.rest, "parallel_round": steps.parallel}
     return {
         "batch_size": steps.batch,
         "target_ms": list(steps.target.ms),
@@ -182,20 +194,26 @@ def figures(
     }
 
 
-def foretell(steps: Steps, ks: Sequence[int], scored: Scored) -> dict[str, Any]:
-    """K -> τ by replay and speedups of decoding and of whole requests, for the trained drafter, which comes last in `steps`."""
+def foretell(steps: Steps, ks: Sequence[int], scored: Scored, *, parallel: bool = False) -> dict[str, Any] | None:
+    """K -> τ by replay and speedups of decoding and of whole requests, for the trained drafter, which comes last in `steps`.
+
+    `parallel`: with all drafts from one pass; None where the drafter has no mask or the engine ran no pair."""
+    if parallel and not (scored.parallel and steps.parallel):
+        return None
     target, draft = steps.target, steps.drafts[-1]
     cost = round_costs(ks, steps.verify, draft.share[0], steps.rest)
+    if parallel:
+        cost = {K: at(steps.parallel, K) for K in ks}
     # while a prompt is read the whole batch waits, so a request waits for as many prompts as there are requests
     own, more = (time.prompt_ms / time.prompt_tokens / target.ms[0] for time in (target, draft))
     tokens_P = np.array([len(w) for w in scored.w], float)
     told: dict[str, Any] = {}
     for K in ks:
-        played = replay(scored.w, K)
+        played = replay_rounds(scored.parallel, K) if parallel and scored.parallel else replay(scored.w, K)
         low, high = interval(lambda w_RP, played=played: acceptance_length_of(played, w_RP), len(tokens_P))  # type: ignore[misc]
         whole = request_speedup(
             scored.prompt_P, tokens_P, played.rounds_P,
-            own=own, pair=own + more, first=(K - 1) * draft.share[0], cost=cost[K],
+            own=own, pair=own + more, first=0.0 if parallel else (K - 1) * draft.share[0], cost=cost[K],
         )  # fmt: skip
         tau = played.acceptance_length
         told[str(K)] = {"tau": tau, "tau_interval": [low, high], "round": cost[K], "decode": tau / cost[K]}
@@ -208,8 +226,13 @@ def verdict(result: Mapping[str, Any], least: float) -> tuple[bool, str]:
     said, go = [], False
     for batch in result["batches"]:
         if batch["foretold"]:
-            K, told = max(batch["foretold"].items(), key=lambda item: item[1]["request"])
-            S, why = told["request"], f"τ {told['tau']:.2f} at K = {K}, a round of {told['round']:.2f} target steps"
+            ways = [("one by one", batch["foretold"]), ("in one pass", batch["foretold_parallel"] or {})]
+            K, way, told = max(
+                ((K, way, told) for way, of_K in ways for K, told in of_K.items()),
+                key=lambda found: found[2]["request"],
+            )
+            S = told["request"]
+            why = f"drafts {way}, τ {told['tau']:.2f} at K = {K}, a round of {told['round']:.2f} target steps"
         else:
             row = next(s for s in batch["shapes"] if s["name"] == result["recommended"])
             alpha, K, S = (row["assumed"][key] for key in ("alpha", "K", "S"))

@@ -136,7 +136,12 @@ def start(
 
 def wait_until_ready(server: Server, timeout_s: float, started: float) -> None:
     """Raises PartFailedError with the log's last telling line where the server dies or does not answer in time."""
-    while not client.healthy(server.url):
+    while (status := client.health(server.url)) != 200:
+        if status == 503:  # the server listens once its engine is up, and goes on listening when that is gone
+            raise PartFailedError(
+                f"the engine of vLLM for arm {server.arm} is gone: {_last_error(server.log)}; where nothing tells why, it was "
+                f"killed from outside, as the system does when memory runs out (log: {server.log})"
+            )
         if server.process.poll() is not None:
             raise PartFailedError(
                 f"vLLM for arm {server.arm} ended with code {server.process.returncode} at start: {_last_error(server.log)} "

@@ -93,9 +93,10 @@ def _open_vllm(words: Mapping[str, Any], seqs: int, cpu: bool, dtype: str) -> Be
     # a loader of its own reads bitsandbytes, as the method asks for
     quantization = read_json(Path(folder) / "config.json").get("quantization_config", {})
     nf4 = quantization.get("quant_method") == "bitsandbytes"
-    proposer = {"method": "custom_class", "model": f"{__name__}.{RandomTokens.__name__}"}
+    proposer: dict[str, Any] = {"method": "custom_class", "model": f"{__name__}.{RandomTokens.__name__}"}
     if words["draft"]:
         proposer = {"method": "draft_model", "model": words["draft"]}
+        proposer |= {"parallel_drafting": True} if words["parallel"] else {}
     llm = LLM(
         folder,
         load_format="bitsandbytes" if nf4 else "auto" if _has_weights(folder) else "dummy",

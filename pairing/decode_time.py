@@ -5,7 +5,7 @@ their folder, since no engine makes up packed weights. No tokenizer is read. All
 take turns in blocks of steps, so that what else the machine does falls on all of them alike. In vLLM 0.32 the engine runs
 within that process: the figures are the model's own step, scheduler and sampler included, without a server's messages.
 A verify step, which a target makes of K + 1 tokens of a request at once, is measured with a proposer that costs nothing; a
-round, K draft steps and the verify step, with a target and a drafter as vLLM runs them.
+round, K draft steps (or, in parallel, one) and the verify step, with a target and a drafter as vLLM runs them.
 Without vLLM the same is measured in transformers, and says so: its steps are slower, and not in proportion.
 """
 
@@ -28,6 +28,7 @@ from pairing.engine import engine
 from pairing.engine_env import cpu_engine_env
 from pairing.errors import InputError, PartFailedError
 from pairing.files import digest_json, read_json, write_json
+from pairing.mask_token import mask_id_of, with_mask
 from pairing.serving import context, text_config
 from pairing.serving_plan import Model
 from pairing.vllm_plugin import DIE_WITH_PARENT, die_with_parent
@@ -67,6 +68,7 @@ class Timer(Protocol):
         *,
         verify: Sequence[int] = (),
         rounds: Sequence[int] = (),
+        parallel: Sequence[int] = (),
         batch: int = 1,
     ) -> list[StepTime]: ...
 
@@ -77,7 +79,8 @@ def open_timer(env: Mapping[str, str], log: Path, dtype: str = "auto", batch: in
     by side.
 
     Shares are of the first one's step. For each K in `verify` one more follows, the first one's step of K + 1 tokens; then
-    for each K in `rounds` a round of the first one with the last as its drafter (vLLM only). Each step is of a batch of
+    for each K in `rounds` a round of the first one with the last as its drafter (vLLM only), and for each K in `parallel` one
+    whose drafts come from one pass (a config that names no mask token is given one). Each step is of a batch of
     `batch` requests, at most the `batch` of opening. What was measured before is not started again. `env` is the environment
     for the child, `dtype` the type that vLLM computes in. The timer raises PartFailedError where the engine does not run; its
     output is in `log`, which is removed in all other cases; InputError where a model has too few positions.
@@ -111,6 +114,7 @@ def open_timer(env: Mapping[str, str], log: Path, dtype: str = "auto", batch: in
             *,
             verify: Sequence[int] = (),
             rounds: Sequence[int] = (),
+            parallel: Sequence[int] = (),
             batch: int = 1,
         ) -> list[StepTime]:
             assert batch <= most
@@ -123,6 +127,8 @@ def open_timer(env: Mapping[str, str], log: Path, dtype: str = "auto", batch: in
             items += [_item(place, first, k=k, most=max(verify), answer=answer) for k in verify]
             # random weights may agree: all that is drafted may be accepted
             items += [_item(place, first, last, k=k, most=k, answer=STEPS * (k + 1)) for k in rounds]
+            masked = _masked(last) if parallel else last
+            items += [_item(place, first, masked, k=k, most=k, answer=STEPS * (k + 1), parallel=True) for k in parallel]
             request = {
                 "vllm": found is not None,
                 "cpu": cpu,
@@ -169,6 +175,12 @@ def _last(log: Path) -> str:
     return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no output")[-300:]
 
 
+def _masked(model: Mapping[str, Any] | Path) -> Mapping[str, Any] | Path:
+    if isinstance(model, Path) or mask_id_of(model) is not None:
+        return model
+    return with_mask(dict(model), int(text_config(model)["vocab_size"]) - 1)  # any row: time does not go by it
+
+
 def _item(
     place: Callable[[Mapping[str, Any] | Path], str],
     model: Mapping[str, Any] | Path,
@@ -177,6 +189,7 @@ def _item(
     k: int = 0,
     most: int = 0,
     answer: int = STEPS,
+    parallel: bool = False,
 ) -> dict[str, Any]:
     """What is timed: K, and the engine that it needs; engines of the same words are one."""
     folders = [place(m) for m in (model, draft) if m is not None]
@@ -186,5 +199,10 @@ def _item(
         raise InputError(f"a model of {limit} positions is too short to measure K = {most}: {answer + 1} are needed")
     prompt = min(CONTEXT, limit - answer)
     kv = 2 * (prompt + answer) * sum(kv_bytes_per_token(Model(c, {}), 4, 1) for c in configs)
-    engine = {"folder": folders[0], "draft": folders[1] if draft is not None else None, "most": most}
+    engine = {
+        "folder": folders[0],
+        "draft": folders[1] if draft is not None else None,
+        "most": most,
+        "parallel": parallel,
+    }
     return {"k": k, "engine": engine | {"prompt": prompt, "answer": answer, "kv": kv}}

@@ -35,6 +35,7 @@ from eval.report import markdown_results
 from eval.results import write_results
 from pairing.acceptance import replay, replay_rounds
 from pairing.alignment import check_pair, tokens_by_id
+from pairing.budgets import device_memory, servers_findings
 from pairing.engine import Engine, require_vllm
 from pairing.errors import InputError
 from pairing.files import read_json, read_jsonl, write_jsonl
@@ -42,8 +43,10 @@ from pairing.mask_token import mask_id_of
 from pairing.pair import update_pair
 from pairing.parallel_drafting import trained_findings
 from pairing.preflight import Serving, require_start
+from pairing.serving_plan import Model
 from pairing.source import ModelSource, load_model, load_tokenizer, resolve
 from pairing.speculators import require_speculator, require_suffix
+from pairing.weights import read_headers
 from recipes.config import Strict, guarded, parse
 from recipes.run_folder import open_run, provenance
 
@@ -91,12 +94,14 @@ class MeasureConfig(Strict):
     """measure vLLM's suffix proposer too; needs the package arctic-inference"""
     assisted: bool = False
     """measure assisted generation and prompt lookup in transformers too, offline, beside its own target"""
+    arms: list[str] | None = None
+    """of the arms that this config makes those to measure, beside the target alone; null: all"""
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(default=[0.0], min_length=1)
     """of the target's sampling, in every arm"""
     concurrencies: list[Annotated[int, Field(ge=1)]] = Field(default=[1], min_length=1)
     """requests in flight"""
     rates: list[Annotated[float, Field(gt=0)]] = Field(default=[])
-    """requests/s that arrive by a Poisson process, whoever is still being answered; wants resident=false"""
+    """requests/s that arrive by a Poisson process, whoever is still being answered; one server at a time"""
     repeats: int = Field(default=2, ge=1)
     """times that every prompt is sent to every arm"""
     minutes: float | None = None
@@ -105,8 +110,9 @@ class MeasureConfig(Strict):
     """of sampling"""
     warmup: int = Field(default=2, ge=0)
     """requests to each server before anything is timed"""
-    resident: bool = True
-    """all servers up at once, arms interleaved by prompt; false: one server at a time, for memory that holds one"""
+    resident: bool | None = None
+    """all servers up at once, arms interleaved by prompt; false: one server at a time, interleaved by repeat; null: all at once
+    where their memory is free"""
     group_by: str | None = "seen"
     """prompt tag whose values are reported apart"""
     dtype: str = "auto"
@@ -147,6 +153,7 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
     if config.suffix:
         require_suffix()
         arms.append(Arm("suffix", "suffix", None, config.num_speculative_tokens))
+    arms = wanted(config, arms)
     answers = {name: open_answers(w.answers) for name, w in config.workloads.items()}
     workloads = {}
     for name, workload in config.workloads.items():
@@ -158,6 +165,7 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
                 f"workloads.{name}: prompt and answer take up to {longest} tokens, max_model_len is {config.max_model_len}: "
                 f"give max_model_len={longest} or a smaller workloads.{name}.max_tokens"
             )
+    resident = not config.rates and side_by_side(config, target.path, arms, engine)
     settings = server.Settings(
         dtype="float32" if config.dtype == "auto" and engine.backend == "cpu" else config.dtype,
         max_model_len=config.max_model_len,
@@ -166,17 +174,41 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
         enforce_eager=config.enforce_eager,
         kv_cache_gib=config.kv_cache_gib,
         # servers that live side by side share the GPU
-        gpu_memory_utilization=0.9 / len(arms) if config.resident else 0.9,
+        gpu_memory_utilization=0.9 / len(arms) if resident else 0.9,
     )
     for arm in arms:
         if arm.kind == "draft_model":
             require_start(target, resolve(str(arm.model)), preflight_of(settings, arm, engine.backend))
     plan = Plan(
         target.path, arms, workloads, settings, config.repeats, config.minutes, tuple(config.concurrencies),
-        tuple(config.temperatures), config.seed, config.warmup, config.resident, start_timeout_s=config.start_timeout_s,
+        tuple(config.temperatures), config.seed, config.warmup, resident, start_timeout_s=config.start_timeout_s,
         rates=tuple(config.rates),
     )  # fmt: skip
     return plan, target, answers
+
+
+def wanted(config: MeasureConfig, arms: list[Arm]) -> list[Arm]:
+    """The target and those of `arms` that the config names. Raises InputError for a name that none has."""
+    if config.arms is None:
+        return arms
+    names = [arm.name for arm in arms[1:]]
+    if unknown := sorted(set(config.arms) - set(names)):
+        raise InputError(f"arms: no arm is called {', '.join(unknown)}: there are {', '.join(names) or 'none'}")
+    return [arms[0], *(arm for arm in arms[1:] if arm.name in config.arms)]
+
+
+def side_by_side(config: MeasureConfig, target: Path, arms: list[Arm], engine: Engine) -> bool:
+    """Whether all servers are up at once. Raises InputError where that is asked for and the system would end one of them."""
+    if config.resident is False or engine.backend != "cpu":  # a GPU's memory is shared out by a flag
+        return config.resident is not False
+    folders = [[m for m in (target, arm.model) if m is not None] for arm in arms]
+    read = {m: Model(read_json(m / "config.json"), read_headers(m)) for pair in folders for m in pair}
+    serving = Serving(dtype="float32" if config.dtype == "auto" else config.dtype, kv_cache_gib=config.kv_cache_gib)
+    over = servers_findings([[read[m] for m in pair] for pair in folders], device_memory("cpu"), serving)
+    if over and config.resident:
+        fix = "give resident=false (one server at a time), name fewer arms (arms=[…]), or free memory"
+        raise InputError(f"resident=true: {over[0].what}: {fix}")
+    return not over
 
 
 def drafter_arms(config: MeasureConfig, name: str, drafter: Path) -> list[Arm]:
@@ -332,6 +364,9 @@ def main(argv: list[str]) -> int:
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     if target.note:
         notes.print(target.note, markup=False)
+    if config.resident is None and not plan.resident:
+        why = "requests at a rate are for it alone" if config.rates else "memory does not hold them all side by side"
+        notes.print(f"one server at a time: {why}", markup=False)
     for arm in plan.arms:
         for f in (
             trained_findings(arm.model, preflight_of(plan.settings, arm, engine.backend))

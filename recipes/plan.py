@@ -27,6 +27,7 @@ from rich.table import Table
 from distill.answers import Answers, open_answers, require_target
 from distill.batches import check_rows
 from distill.evaluate import score_prompts
+from distill.evaluate_parallel import score_rounds
 from distill.spread import spread
 from eval import plan
 from pairing.alignment import check_pair, tokens_by_id
@@ -36,6 +37,7 @@ from pairing.engine import engine
 from pairing.errors import InputError
 from pairing.files import read_json, write_json
 from pairing.init import plan_init, spaced
+from pairing.mask_token import mask_id_of
 from pairing.serving import context
 from pairing.serving_plan import Model, Serving
 from pairing.source import ModelSource, load_model, load_tokenizer, resolve
@@ -124,7 +126,12 @@ def score(config: PlanConfig, drafter: ModelSource, answers: Answers, real: int)
     scores = score_prompts(accelerator, model.to(accelerator.device), rows, batch_size=8, most=config.prompts)
     starts = {row["id"]: row["spans"][-2] for row in answers.data.select_columns(["id", "spans"]) if row["spans"]}
     w = [s.accepted[-1] for s in scores]  # of a conversation its last answer, as `measure` asks for it
-    return plan.Scored(w, np.array([starts[s.id] for s in scores], float))
+    mask, parallel = mask_id_of(model.config.to_dict()), None
+    if mask is not None:
+        most = max(config.num_speculative_tokens)
+        found = score_rounds(accelerator, model, rows, mask, most, batch_size=8, most=config.prompts)
+        parallel = [s.accepted[-1] for s in found]
+    return plan.Scored(w, np.array([starts[s.id] for s in scores], float), parallel)
 
 
 def memory(config: PlanConfig, target: Model, drafter: plan.Drafter, K: int, batch: int) -> dict[str, Any] | None:
@@ -179,8 +186,11 @@ def run(config: PlanConfig, dry: bool = False) -> dict[str, Any]:
         with open_timer(os.environ, log, batch=most) as timer:
             for size in sorted(set(config.batch_sizes)):
                 steps = plan.measure(timer, own.config, drafters, ks, size, rounds=installed is not None)
-                told = plan.foretell(steps, ks, scored) if scored else None
-                batches.append(plan.figures(steps, drafters, ks, alpha, ceiling) | {"foretold": told})
+                ways = {"foretold": False, "foretold_parallel": True}
+                told = {
+                    way: plan.foretell(steps, ks, scored, parallel=on) if scored else None for way, on in ways.items()
+                }
+                batches.append(plan.figures(steps, drafters, ks, alpha, ceiling) | told)
     result |= {"batches": batches, "recommended": None, "expected_acceptance": scored.alpha if scored else None}
     if made := [d for d in drafters if d is not trained]:
         costs = [{int(K): cost for K, cost in s["round"].items()} for s in batches[0]["shapes"]]
@@ -220,13 +230,27 @@ def show(result: Mapping[str, Any]) -> None:
                 *(f"{s['at'][str(a)]['S']:.2f} (K {s['at'][str(a)]['K']})" for a in plan.ALPHAS),
             )  # fmt: skip
         console.print(table)
-        for K, told in (batch["foretold"] or {}).items():
-            low, high = told["request_interval"]
+        if way := batch["shapes"][-1].get("parallel"):
+            rounds = ", ".join(f"{x:.2f} at K = {K}" for K, x in batch["parallel_round"].items())
             console.print(
-                f"K = {K}: τ {told['tau']:.2f}, decoding {told['decode']:.2f}x, whole requests {told['request']:.2f}x "
-                f"({low:.2f} to {high:.2f} over prompts)",
+                f"{batch['shapes'][-1]['name']}, all drafts in one pass: a round {rounds}; break-even α "
+                f"{_alpha(way['break_even'])}; {_speeds(way)}",
                 markup=False,
             )
+        for name, says in (("foretold", "one by one"), ("foretold_parallel", "in one pass")):
+            for K, told in (batch[name] or {}).items():
+                low, high = told["request_interval"]
+                console.print(
+                    f"{says}, K = {K}: τ {told['tau']:.2f}, decoding {told['decode']:.2f}x, whole requests "
+                    f"{told['request']:.2f}x ({low:.2f} to {high:.2f} over prompts)",
+                    markup=False,
+                )
+
+
+def _speeds(figures: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"S at α {a} {figures['at'][str(a)]['S']:.2f} (K {figures['at'][str(a)]['K']})" for a in plan.ALPHAS
+    )
 
 
 def _alpha(found: Mapping[str, float] | None) -> str:

@@ -29,7 +29,7 @@ from pairing.source import resolve
 from pairing.vllm_plugin import die_with_parent
 from recipes.check import CheckConfig
 from recipes.config import Strict, guarded, parse, validate
-from recipes.distill import DistillConfig
+from recipes.distill_config import DistillConfig
 from recipes.generate import GenerateConfig
 from recipes.init import InitConfig
 from recipes.measure import MeasureConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from eval import measure, results, server
+from eval import client, measure, results, server
 from eval.measure import Arm, Plan, Request
 from pairing.errors import PartFailedError
 from pairing.files import read_jsonl
@@ -96,6 +96,24 @@ def test_kill_9_leaves_no_engine_and_no_port(target: Path, tmp_path: Path) -> No
     while time.monotonic() < deadline and any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in below):
         time.sleep(0.2)
     assert [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_an_engine_that_is_gone_is_noticed_though_its_server_listens_on(target: Path, tmp_path: Path) -> None:
+    """What the system does when memory runs out. The server process stays, so its end is not what tells."""
+    one = server.start("target", target, None, SETTINGS, tmp_path / "log")
+    try:
+        server.wait_until_ready(one, 300, time.monotonic())
+        children = psutil.Process(one.process.pid).children(recursive=True)
+        worker = next(p for p in children if "Worker" in p.name() or "Worker" in " ".join(p.cmdline()))
+        worker.kill()
+        until = time.monotonic() + 60
+        while client.health(one.url) == 200 and time.monotonic() < until:
+            time.sleep(0.5)
+        assert one.process.poll() is None
+        with pytest.raises(PartFailedError, match=r"the engine of vLLM for arm target is gone: .*when memory runs out"):
+            server.wait_until_ready(one, 300, time.monotonic())
+    finally:
+        server.stop(one)
 
 
 def test_a_server_that_cannot_start_names_the_reason_and_leaves_nothing(target: Path, tmp_path: Path) -> None:

@@ -39,6 +39,11 @@ def test_measured_steps_and_a_drafter_foretold(
         assert shallow < 0.7 < whole < 1.5
         assert batch["verify"]["1"] > 0.8
         assert batch["pair_round"]["4"] > batch["pair_round"]["1"] > batch["verify"]["1"]
+        assert batch["parallel_round"]["1"] == batch["pair_round"]["1"], "one draft is the same round both ways"
+        assert batch["pair_round"]["4"] > batch["parallel_round"]["4"] > batch["verify"]["4"], (
+            "one draft step, not four"
+        )
+        assert batch["foretold_parallel"] is None, "this drafter has no mask"
         told = batch["foretold"]["4"]
         assert told["round"] == pytest.approx(batch["pair_round"]["4"])
         assert 0 < told["request"] < 1.1

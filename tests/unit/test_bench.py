@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from distill.losses import LOSSES
 from pairing.source import load_model, load_tokenizer
 from scripts import bench_common as common
-from scripts import bench_distill, bench_objectives, bench_quantize, bench_served
+from scripts import bench_distill, bench_objectives, bench_parallel, bench_quantize, bench_served
 from tests.stored_answers import answered, store
 from tests.tiny import folder, model
 
@@ -158,3 +158,21 @@ def test_what_4_bits_lose_is_counted_from_the_trained_drafter_in_full_precision(
     assert "-0.0300 (-0.0300 to -0.0300)" in said
     assert said.count("W4A16 |") == 2  # what is trained for one format is not served in the other
     assert "NF4 missed (+1.00 points lost); W4A16 met (+0.40 points lost)" in said
+
+
+def test_prompts_from_documented_functions(tmp_path: Path) -> None:
+    said = "Twelve words are enough to say what the function here is for."
+    (tmp_path / "a.py").write_text(
+        f'class C:\n    def method(self):\n        """{said}"""\n\n'
+        f'def one(a, b=1):\n    """{said}\n\n    And more.\n    """\n    return a\n\n'
+        'def short():\n    """Too short."""\n\ndef bare():\n    return 1\n'
+    )
+    (head,) = bench_parallel.functions(tmp_path)
+    assert head == f'def one(a, b=1):\n    """{said}\n\n    And more.\n    """\n'
+    compile(head, "head", "exec")
+
+
+def test_the_k_that_is_served_is_the_fastest_by_replay_and_costs() -> None:
+    """τ 2, 2.5 and 2.6 over rounds of 1.2, 1.4 and 1.6 target steps: 1.67, 1.79 and 1.63."""
+    rounds = {"1": {"round": 1.2}, "2": {"round": 1.4}, "3": {"round": 1.6}}
+    assert bench_parallel.fastest({"1": 2.0, "2": 2.5, "3": 2.6, "4": None}, rounds) == 2

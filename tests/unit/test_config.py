@@ -14,7 +14,7 @@ from pairing.errors import InputError, PartFailedError
 from pairing.files import read_json
 from recipes.check import CheckConfig
 from recipes.config import Strict, guarded, parse
-from recipes.distill import DistillConfig
+from recipes.distill_config import DistillConfig
 from recipes.generate import GenerateConfig
 from recipes.init import InitConfig
 from recipes.run_folder import open_run

@@ -8,16 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from distill.answers import open_answers
 from distill.prompts import load_prompts
 from eval.measure import Arm, Plan
 from eval.server import Settings
+from pairing.engine import Engine
+from pairing.errors import InputError
 from pairing.files import read_json, write_json
 from pairing.init import init_drafter
 from pairing.mask_token import with_mask
 from pairing.pair import read_pair
+from pairing.serving_plan import Memory
 from pairing.source import resolve
+from recipes import measure
 from recipes.measure import MeasureConfig, WorkloadConfig, chosen, drafter_arms, expected, record, recorded
 from tests import tiny
 from tests.stored_answers import K, made_up, store, two_turns
@@ -61,6 +66,38 @@ def test_categories_are_kept_apart(tmp_path: Path) -> None:
     made = [replace(a, prompt=p) for a, p in zip(made_up([4] * 3), human, strict=True)]
     answers = open_answers(store(tmp_path / "h", made, target))
     assert {r.group for r in chosen(answers, WorkloadConfig(answers=tmp_path / "h"), "category")} == {None}
+
+
+def test_servers_are_side_by_side_where_their_memory_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server takes its cache of 1 GiB, 2 GiB for its processes and its weights, which are next to nothing here."""
+    target = tiny.folder(tmp_path / "target")
+    arms = [Arm("target", "target"), Arm("own", "draft_model", target, 4), Arm("ngram", "ngram", None, 4)]
+    on = Engine("0.32.0", "cpu", None)
+
+    def resident(gib: float, **more: object) -> bool:
+        monkeypatch.setattr(measure, "device_memory", lambda _: Memory(2**40, int(gib * 2**30)))
+        values = {"target": str(target), "workloads": {}, "out": tmp_path / "out", **more}
+        return measure.side_by_side(MeasureConfig.model_validate(values), target, arms, on)
+
+    assert [resident(9.1), resident(8.9)] == [True, False]
+    assert [resident(12.1, kv_cache_gib=2), resident(11.9, kv_cache_gib=2)] == [True, False]
+    assert not resident(99, resident=False)
+    says = r"3 servers side by side take about 9.0. GiB, and 8.90 GiB are free: give resident=false"
+    with pytest.raises(InputError, match=says):
+        resident(8.9, resident=True)
+
+
+def test_arms_are_chosen_by_name(tmp_path: Path) -> None:
+    arms = [Arm("target", "target"), Arm("own", "draft_model", tmp_path, 4), Arm("ngram", "ngram", None, 4)]
+
+    def names(chosen: list[str] | None) -> list[str]:
+        config = MeasureConfig(target="t", workloads={}, out=tmp_path / "out", arms=chosen)
+        return [arm.name for arm in measure.wanted(config, arms)]
+
+    assert names(None) == ["target", "own", "ngram"]
+    assert names(["ngram"]) == ["target", "ngram"]
+    with pytest.raises(InputError, match="arms: no arm is called own-parallel: there are own, ngram"):
+        names(["own-parallel"])
 
 
 def test_a_drafter_with_a_mask_is_measured_both_ways(tmp_path: Path) -> None:

@@ -11,16 +11,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distill.answers import open_answers
+from distill.batches import check_rows
+from distill.evaluate_parallel import score_rounds
 from distill.spread import max_p, spread
 from eval import plan
+from pairing.acceptance import replay_rounds
 from pairing.decode_time import StepTime, Timer
 from pairing.errors import InputError
+from pairing.files import read_json
 from pairing.init import init_drafter
-from pairing.source import resolve
+from pairing.mask_token import free_mask, mask_id_of, write_mask
+from pairing.source import load_model, resolve
 from recipes import plan as recipe
 from tests import tiny
 from tests.stored_answers import answered, made_up, store, two_turns
@@ -179,6 +185,7 @@ def by_layers(verify: float) -> Any:
             ms = [float(c["num_hidden_layers"]) for c in configs]
             ms += [ms[0] * (1 + verify * K * how["batch"]) for K in how["verify"]]
             ms += [ms[0] * (1 + verify * K * how["batch"]) + K * ms[len(configs) - 1] for K in how["rounds"]]
+            ms += [ms[0] * (1 + verify * K * how["batch"]) + ms[len(configs) - 1] for K in how["parallel"]]
             return [StepTime((x, x, x), (x / ms[0],) * 3, x, 10) for x in ms]
 
         yield timer
@@ -209,6 +216,13 @@ def test_go_and_no_go(
         "S": pytest.approx(max(S.values())),
     }
     assert first["perfect_free"] == {"K": 3, "S": pytest.approx(4 / 1.03)}
+    assert "parallel" not in first["shapes"][0], "rounds are measured of the last shape"
+    one_pass = {K: plan.acceptance_length(0.9, K) / (1 + 0.01 * K + 1 / 2) for K in (1, 2, 3)}
+    assert first["shapes"][1]["parallel"]["assumed"] == {
+        "alpha": 0.9,
+        "K": 3,
+        "S": pytest.approx(one_pass[3], rel=0.01),
+    }
     assert found["memory"]["fits"]
     monkeypatch.setattr(recipe, "open_timer", by_layers(0.6))
     code, found = planned(capsys, target, answers, *words)
@@ -235,6 +249,35 @@ def test_a_trained_drafter_is_foretold(
     assert told["request"] < 1
     assert recipe.main([str(target), f"answers={answers}", *words]) == 1
     assert "K = 3: τ " in capsys.readouterr().out
+
+
+def test_a_drafter_that_drafts_in_one_pass_is_foretold_both_ways(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One draft is the same both ways; for more, what the masks bring by replay over a round with one draft step in it."""
+    answers = store(tmp_path / "a", answered(target, 4, seed=1), target)
+    drafter = tmp_path / "drafter"
+    init_drafter(resolve(str(target)), drafter, list(range(6)))
+    write_mask(drafter, free_mask(drafter))
+    monkeypatch.setattr(recipe, "open_timer", by_layers(0.01))
+    words = [f"drafter={drafter}", "layers=[]", "num_speculative_tokens=[1,3]", "batch_sizes=[1]"]
+    code, found = planned(capsys, target, answers, *words)
+    batch = found["batches"][0]
+    one, parallel = batch["foretold"], batch["foretold_parallel"]
+    assert {k: v for k, v in parallel["1"].items() if "interval" not in k} == pytest.approx(
+        {k: v for k, v in one["1"].items() if "interval" not in k}
+    )
+    assert parallel["3"]["round"] == pytest.approx(2.03)
+    rows = check_rows(open_answers(answers), "a", rows=tiny.ROWS, real=tiny.REAL_TOKENS, context=2048)
+    mask = mask_id_of(read_json(drafter / "config.json"))
+    assert mask is not None
+    scores = score_rounds(Accelerator(), load_model(drafter), rows, mask, 3, batch_size=2)
+    tau = replay_rounds([s.accepted[-1] for s in scores], 3).acceptance_length
+    assert parallel["3"]["tau"] == pytest.approx(tau)
+    assert 1 < tau < one["3"]["tau"], "it was never taught to: only a round's first draft is as good"
+    best = max(parallel["3"]["request"], one["1"]["request"], one["3"]["request"], parallel["1"]["request"])
+    assert f"batch 1: {best:.2f}x" in found["verdict"]
+    assert code == (0 if best >= 1.1 else 1)
 
 
 def test_a_dry_run_measures_nothing(
