@@ -327,12 +327,12 @@ def record(plan: Plan, rows: list[dict[str, Any]]) -> None:
         arms = {a.name: a for a in plan.arms if a.model == model}
         mine = [r for r in rows if r["arm"] in arms and r["group"] is None]
         arm = arms[max(mine, key=lambda r: r["speedup"] or 0.0)["arm"]]  # both ways of drafting may be among them
-        keep = ("workload", "temperature", "concurrency", "num_speculative_tokens", "parallel_drafting",
+        keep = ("workload", "temperature", "concurrency", "rate", "num_speculative_tokens", "parallel_drafting",
                 "draft_acceptance_rate", "acceptance_length", "speedup", "speedup_interval", "exact_match", "void",
                 "versions")  # fmt: skip
         update_pair(
             model,
-            measurements=[{k: r[k] for k in keep} for r in mine],
+            measurements=[{k: r.get(k) for k in keep} for r in mine],
             serve={
                 "num_speculative_tokens": arm.num_speculative_tokens,
                 "draft_sample_method": arm.draft_sample_method,

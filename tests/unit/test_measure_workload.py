@@ -144,3 +144,9 @@ def test_a_drafter_with_a_mask_is_measured_both_ways(tmp_path: Path) -> None:
     assert [m["parallel_drafting"] for m in pair["measurements"]] == [False, True]
     assert (pair["serve"]["parallel_drafting"], pair["serve"]["num_speculative_tokens"]) == (True, 6)
     assert '"parallel_drafting": true' in pair["serve"]["command"]
+
+
+def test_requests_at_a_rate_are_for_one_server_at_a_time(tmp_path: Path) -> None:
+    config = MeasureConfig(target="nowhere", workloads={}, out=tmp_path / "out", rates=[0.5], resident=True)
+    with pytest.raises(InputError, match=r"^rates: .*: give resident=false$"):
+        measure.plan_of(config, Engine("0.32.0", "cpu", None))
