@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from eval import measure, results, server
 from eval.measure import Arm, Plan, Request
 from tests import heads, tiny
@@ -39,6 +41,6 @@ def test_heads_draft_and_the_target_alone_decides(tmp_path: Path) -> None:
         assert row["emitted_check"]["alarm"] is None
         assert sum(band["rounds"] for band in row["acceptance_length_by_context"]) == row["num_drafts"]
     timed = [r for r in rows if r["rate"]]
-    offered = {round(r["offered_requests_per_s"], 3) for r in timed}
-    assert len(offered) == 1, "all arms get the same arrivals"
-    assert all(0 < r["completed_requests_per_s"] and r["ttft_ms"]["p50"] > 0 for r in timed)
+    offered = [r["offered_requests_per_s"] for r in timed]
+    assert max(offered) == pytest.approx(min(offered), rel=0.01)  # all arms get the same arrivals
+    assert all(r["completed_requests_per_s"] > 0 and r["ttft_ms"]["p50"] > 0 for r in timed)
