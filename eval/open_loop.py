@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 Row = Mapping[str, Any]
-GROWTH = (
-    2.0  # a queue that grows evenly makes the last third of the requests wait about five times as long as the first
-)
+# a queue that grows evenly makes the last third of the requests wait about five times as long as the first
+GROWTH = 2.0
+FEWEST = 6  # requests of a stream below which its thirds tell nothing
 UNFINISHED = 0.25  # part of the requests still at work when the last one arrives: that many a steady run does not hold
 
 
@@ -45,7 +45,7 @@ def figures(requests: Sequence[Row]) -> dict[str, Any]:
         busy_s += max(at + e2e for at, e2e in stream) - first
         unfinished += sum(at + e2e > last for at, e2e in stream[:-1])
         third = len(stream) // 3
-        if third:
+        if len(stream) >= FEWEST:
             growths.append(median(e for _, e in stream[-third:]) / median(e for _, e in stream[:third]))
     growth = median(growths) if growths else None
     part = unfinished / n if n else None

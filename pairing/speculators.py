@@ -96,7 +96,9 @@ def refused(method: str, installed: Engine, package: Path | None = None) -> str 
 def require_suffix() -> None:
     """Raises InputError where the package that vLLM's suffix proposer is made of is not there."""
     if importlib.util.find_spec("arctic_inference") is None:
+        # by itself pip would fetch a torch 2.7.0 of some gigabytes to build it with
         raise InputError(
-            "suffix: vLLM's suffix proposer needs the package arctic-inference, which is not installed: run "
-            "`pip install arctic-inference==0.1.1`, or leave suffix out"
+            "suffix: vLLM's suffix proposer needs the package arctic-inference, which is not installed: run, in the activated "
+            "environment, `pip install wheel nanobind==2.9.2 grpcio-tools && pip install --no-build-isolation --no-deps "
+            "arctic-inference==0.1.1` (it is compiled: C++ compiler and cmake), or leave suffix out"
         )
