@@ -20,6 +20,7 @@ from pairing.finding import LEVELS, USERS, Finding
 from pairing.mask_token import mask_findings
 from pairing.serving import compare_context, context, engine_findings, overridden, shard_findings, stateful
 from pairing.side import read_side
+from pairing.sound import require_config
 from pairing.source import ModelSource
 
 __all__ = ["check_pair", "needs", "read_side", "summary", "tokens_by_id", "without_gc"]
@@ -56,6 +57,7 @@ def check_pair(
     t = read_side(target)
     d = read_side(drafter, t, target)
     t = replace(t, config=overridden(t.config, hf_overrides))
+    require_config(t.config, f"{t.name} with hf_overrides")
     t_tokens = tokens_by_id(t.tokenizer)
     d_tokens = t_tokens if d.tokenizer is t.tokenizer else tokens_by_id(d.tokenizer)
     token_findings = compare_tokens(t_tokens, d_tokens)

@@ -23,10 +23,29 @@ def _fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    """A place where nothing can be written (read-only, no right, a file in the way) is the user's to change."""
+    try:
+        yield
+    except OSError as e:
+        raise InputError(f"{path}: cannot be written ({e.strerror}): name another place") from e
+
+
+def require_outside(path: Path, *folders: Path) -> None:
+    """Raises InputError where `path` lies in one of the `folders`: a model's folder would hold another model."""
+    for folder in folders:
+        if path.resolve().is_relative_to(folder.resolve()) and path.resolve() != folder.resolve():
+            raise InputError(f"{path} lies in {folder}, the folder of a model: name another output folder")
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Replaces `path` atomically: a reader sees the old file or the new one, whole, also after a power cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, temp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    if path.is_dir():
+        raise InputError(f"{path}: a folder, and a file is to be written there: name a file")
+    with _writable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, temp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(fd, "wb") as f:
             f.write(data)
@@ -99,10 +118,11 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"{path} exists already and is not empty: name another output folder, or move that one away")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for stale in path.parent.glob(f".{path.name}.new-*"):  # left by a kill: never read, so free to go
-        shutil.rmtree(stale, ignore_errors=True)
-    temp = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.new-"))
+    with _writable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for stale in path.parent.glob(f".{path.name}.new-*"):  # left by a kill: never read, so free to go
+            shutil.rmtree(stale, ignore_errors=True)
+        temp = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.new-"))
     try:
         yield temp
         for f in temp.rglob("*"):

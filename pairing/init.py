@@ -24,6 +24,7 @@ from pairing.files import new_folder, read_json, write_json
 from pairing.pair import new_pair
 from pairing.progress import bar
 from pairing.serving import text_config
+from pairing.sound import require_config
 from pairing.source import TOKENIZER_FILES, ModelSource
 from pairing.weights import EMBEDDINGS, TensorInfo, parameters, read_headers
 from pairing.width import Kept, Shape, narrow, narrow_config, narrow_shape, narrower, shape_of, shapes_below
@@ -79,7 +80,10 @@ def plan_init(
     _require_known(target.name, config, tensors)
     of = int(config["num_hidden_layers"])
     _require_layers(layers, of)
-    cut = _cut_config(config, layers, of)
+    try:
+        cut = _cut_config(config, layers, of)
+    except ValueError as e:
+        raise InputError(f"{target.name}: {e}") from e
     if reasons := draftable(cut):
         kinds = layer_kinds(config)
         by_kind = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in sorted(set(kinds))}
@@ -180,6 +184,7 @@ def init_from_config(target: ModelSource, out: Path, config: dict[str, Any], see
     """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+    require_config(config, "config")
     text = text_config(read_json(target.path / "config.json"))
     config = with_vocabulary(config, text) | {"dtype": dtype}
     if reasons := draftable(config):
@@ -223,7 +228,8 @@ def fit_budget(target: ModelSource, budget: int) -> tuple[list[int], Width | Non
         if fits:
             return fits, width
     raise InputError(
-        f"params={budget}: two layers of the narrowest shape have {smallest} already, most of them vocabulary"
+        f"at most {budget} parameters: two layers of the narrowest shape have {smallest} already, most of them vocabulary: "
+        "ask for more (params=… or ratio=…)"
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pairing.files import digest_file, read_json
+from pairing.quick_import import shared_tokenizers
 from pairing.serving import text_config
 from pairing.source import TOKENIZER_FILES, ModelSource, load_tokenizer, require_causal
 from pairing.weights import TensorInfo, read_headers
@@ -40,7 +41,8 @@ def read_side(source: ModelSource, like: Side | None = None, like_source: ModelS
     if like and like_source and _same_tokenizer(source.path, like_source.path, config, like.config):
         tokenizer = like.tokenizer
     else:
-        tokenizer = load_tokenizer(source.path)
+        with shared_tokenizers():
+            tokenizer = load_tokenizer(source.path)
     return Side(
         source.name,
         Path(source.name).exists(),

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from pairing.errors import InputError
 from pairing.files import digest_file, digest_json, new_folder, read_json, write_json, write_text
 from pairing.lora import CONFIG, WEIGHTS, is_adapter, merge_adapter, read_adapter
+from pairing.sound import require_sound
 
 if TYPE_CHECKING:
     import torch
@@ -122,6 +123,7 @@ def _require_whole(folder: Path, name: str) -> None:
         fix = "only pickled weights, which are never read: save them with `safe_serialization=True`" if pickled else (
             "no weights (*.safetensors) in that folder")  # fmt: skip
         raise InputError(f"{name}: {fix}")
+    require_sound(folder, name)
 
 
 def _merged(name: str, adapter: Path, revision: str | None, above: tuple[Path, ...]) -> ModelSource:
@@ -302,7 +304,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as e:  # tokenizers raises plain Exception on a corrupt tokenizer.json
-        raise InputError(f"{folder}: its tokenizer does not load ({str(e).splitlines()[0]})") from e
+        raise InputError(f"{folder}: its tokenizer does not load ({' '.join(str(e).split())[:300]})") from e
     if not tokenizer.is_fast:
         raise InputError(
             f"{folder}: only a slow (Python) tokenizer, {type(tokenizer).__name__}: "

@@ -78,8 +78,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             if name == "__metadata__":
                 continue
             begin, end = entry["data_offsets"]
-            if 8 + length + end > size:
-                raise ValueError("cut short")
+            if 8 + length + end > size or not all(isinstance(n, int) for n in entry["shape"]):
+                raise ValueError("cut short, or no shape")
             tensors[name] = TensorInfo(entry["dtype"], tuple(entry["shape"]), file, end - begin)
     except (AttributeError, KeyError, TypeError, ValueError) as e:
         raise broken from e

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pairing.files import read_json
+from pairing.quick_import import quick_import
 
 # A config's type is the one thing in it that transformers looks up in torch, and it refuses a config that names another.
 DTYPES = (None, "float32", "float16", "bfloat16")
@@ -37,7 +38,7 @@ def transformers_without_torch(*folders: Path) -> bool:
     sys.modules["torch"] = None  # type: ignore[assignment]  # how Python writes "there is no such module"
     logging.disable(logging.WARNING)  # it would say that PyTorch was not found
     try:
-        import transformers  # asks once whether there is a torch, and keeps the answer
+        quick_import()  # asks once whether there is a torch, and keeps the answer
     finally:
         logging.disable(logging.NOTSET)
         del sys.modules["torch"]

@@ -25,7 +25,7 @@ from rich.console import Console
 from distill.answers import open_answers, require_target
 from pairing.decode_time import BLOCK, BLOCKS, CONTEXT, engine_name, open_timer
 from pairing.errors import InputError
-from pairing.files import read_json
+from pairing.files import read_json, require_outside
 from pairing.init import Width, chosen_width, fit_budget, init_drafter, init_from_config, plan_init, spaced
 from pairing.mask_token import Mask, free_mask, write_mask
 from pairing.source import ModelSource, load_model, resolve
@@ -185,7 +185,9 @@ def chosen_mask(config: InitConfig, target: ModelSource) -> Mask | None:
 
 def make(config: InitConfig, target: ModelSource) -> dict[str, Any]:
     if config.donor is not None:
-        return transplant(target, resolve(config.donor), config.out, config.map)
+        donor = resolve(config.donor)
+        require_outside(config.out, donor.path)
+        return transplant(target, donor, config.out, config.map)
     if config.config is not None:
         return init_from_config(target, config.out, read_json(config.config), config.seed, config.dtype or "float32")
     steps: dict[str, Any] = {}
@@ -235,6 +237,7 @@ def main(argv: list[str]) -> int:
     config, args = parse(InitConfig, argv, about="Makes an untrained drafter.")
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     target = resolve(config.target)
+    require_outside(config.out, target.path)
     if target.note:
         notes.print(target.note, markup=False)
     result = dry(config, target) if args.dry_run else run(config)

@@ -14,6 +14,7 @@ from typing import Any
 if __package__ in (None, ""):  # launched by path: sys.path[0] is recipes/, where `import distill` would find a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from pairing.files import require_outside
 from pairing.repair import plan_repair, repair
 from pairing.source import resolve
 from recipes.config import Strict, guarded, parse
@@ -34,6 +35,7 @@ class RepairConfig(Strict):
 
 def run(config: RepairConfig, dry: bool = False) -> dict[str, Any]:
     target, drafter = resolve(config.target), resolve(config.draft)
+    require_outside(config.out, target.path, drafter.path)
     if dry:
         plan = plan_repair(target, drafter, config.quiet_padding)
         plan.pop("sources")

@@ -1,11 +1,12 @@
 """How long `draftsmith check` takes on a large vocabulary; the goal is under 5 s for 150,000 tokens, whatever the pair.
 
-python scripts/bench_check.py [TOKENS]
+python -m scripts.bench_check [TOKENS]
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import resource
 import string
 import subprocess
@@ -94,6 +95,10 @@ def main(tokens: int, times: int = 5) -> int:
         for _ in range(times):
             for name, words in cases.items():
                 taken[name].append(once(words))
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    print(
+        f"load {load:.1f} on {cores} cores (1 is this bench); processor time grows with other work too, by the caches"
+    )
     for name, runs in taken.items():
         walls, cpus = zip(*runs, strict=True)
         print(

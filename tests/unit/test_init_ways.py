@@ -68,6 +68,13 @@ def test_a_budget(target: Path, answers: Path, capsys: pytest.CaptureFixture[str
     assert init(capsys, target, f"params={(three + 1) / 1000}k", "--dry-run")["layers"] == [0, 2, 3]
     assert init(capsys, target, f"ratio={three}/{whole}", "--dry-run")["parameters"] <= three
     assert init(capsys, target, "ratio=1/1")["layers"] == [0, 1, 2, 3]
+    assert aligned(target)
+    with pytest.raises(InputError, match="exists already"):
+        init(capsys, target, f"params={three}")
+    shutil.rmtree(target.parent / "drafter")
+    made = init(capsys, target, f"params={three}")
+    assert sum(p.numel() for p in load_model(target.parent / "drafter").parameters()) == made["parameters"] <= three
+    assert aligned(target)
     with pytest.raises(InputError, match="most of them vocabulary"):
         init(capsys, target, "params=1k")
     for word in ("params=many", "params=infM", "ratio=1e400", "ratio=nan"):
