@@ -33,6 +33,7 @@ class Engine:
         self.outputs: dict[str, list[int]] = {}
         self.started: list[str] = []
         self.in_flight: list[tuple[str, int, int]] = []  # (arm, prompts sent, of them at a time)
+        self.arrivals: list[tuple[str, list[float] | None]] = []
 
     def start(self, arm: str, target: Path, speculation: Any, settings: Any, log: Path) -> server.Server:
         self.drafts[arm], self.tokens[arm] = 0, 0
@@ -40,9 +41,11 @@ class Engine:
         return server.Server(arm, arm, None, log, 1.0, ["vllm", "serve", arm])  # type: ignore[arg-type]
 
     def complete(
-        self, url: str, model: str, prompts: list[list[int]], sampling: Any, timeout_s: float, in_flight: int = 1
-    ) -> list[client.Answer]:
+        self, url: str, model: str, prompts: list[list[int]], sampling: Any, timeout_s: float, in_flight: int = 1,
+        arrivals: list[float] | None = None,
+    ) -> list[client.Answer]:  # fmt: skip
         self.order += [url] * len(prompts)
+        self.arrivals.append((url, arrivals))
         self.in_flight.append((url, len(prompts), in_flight))
         if self.kill_after is not None and len(self.order) > self.kill_after:
             raise KeyboardInterrupt
@@ -186,6 +189,26 @@ def test_an_arm_by_itself_keeps_its_requests_in_flight(engine: Engine, tmp_path:
     alone = replace(plan(repeats=1, warmup=0, concurrencies=(2,), resident=False), workloads=requests)
     measure.measure(alone, tmp_path / "alone")
     assert engine.in_flight == [("target", 5, 2), ("drafter", 5, 2), ("ngram", 5, 2)]
+
+
+def test_at_a_rate_all_arms_get_the_same_arrivals(engine: Engine, tmp_path: Path) -> None:
+    """Beside one request at a time; rows of their own, without a count of requests in flight. Another repeat, other times."""
+    requests = {"orders": [Request(f"p{i}", [i], 8, None, {}) for i in range(5)]}
+    p = replace(plan(repeats=2, warmup=0, resident=False, rates=(0.5,)), workloads=requests)
+    measure.measure(p, tmp_path)
+    assert [sent for _, sent in engine.arrivals].count(None) == 6  # three arms, two repeats
+    timed = {(arm, tuple(sent)) for arm, sent in engine.arrivals if sent}
+    assert {arm for arm, _ in timed} == {"target", "drafter", "ngram"}
+    assert len({sent for _, sent in timed}) == 2
+    assert all(len(sent) == 5 and sent[0] == 0 for _, sent in timed)
+    drafter = [r for r in write(p, tmp_path) if r["arm"] == "drafter"]
+    assert [(r["concurrency"], r["rate"], r["num_drafts"]) for r in drafter] == [(1, None, 10), (None, 0.5, 10)]
+    assert "kept_up" not in drafter[0]
+    assert drafter[1]["completed_requests_per_s"] == pytest.approx(10 / 0.6)  # each scripted answer takes 0.3 s from 0
+    assert drafter[1]["speedup"] == pytest.approx(5 / 3)
+    assert drafter[1]["acceptance_length_by_context"] == [{"from": 2, "to": 4, "rounds": 10, "acceptance_length": 4.0}]
+    measure.measure(p, tmp_path)  # whole: nothing is served again
+    assert len(engine.arrivals) == 12
 
 
 def test_alone_a_server_that_dies_costs_one_block_and_the_next_one_gets_a_new_server(
