@@ -7,6 +7,7 @@ import random
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ def prompt(messages: list[dict[str, str]], tags: dict[str, Any] | None = None) -
 # target answers each user's message, so they go. given: they are the answers, and the target's distribution along them is
 # recorded.
 Turns = Literal["last", "every", "given"]
+Chat = tuple[list[dict[str, str]], dict[str, Any]]  # messages, tags
 
 
 def load_prompts(
@@ -45,10 +47,11 @@ def load_prompts(
     """At most `limit` different prompts of `source`, the same for the same seed on every machine.
 
     source: "orders" (split train or test; limit needed), "humaneval", a .jsonl or .parquet file (a line or row holds
-    `prompt` or `messages`), or a data set: a folder, or a name as `datasets` knows it ("owner/name" or
+    `prompt`, `messages` or `turns`), or a data set: a folder, or a name as `datasets` knows it ("owner/name" or
     "owner/name:config"), whose rows hold `prompt` or `messages`; its split is "train" where none is given. Where there are
     more than `limit`, `seed` decides which are taken; they keep their order. `system` goes before chats that have no
-    system message. `turns` as above: the id is the digest of what is left of the chat.
+    system message. `turns` as above: the id is the digest of what is left of the chat. A row's `category` and `tags` become the
+    prompt's tags, by which `measure` reports apart.
     `note` is told what the user should know: duplicates left out, fewer prompts than asked for.
     Raises InputError, with the line or row, for anything that is no prompt.
     """
@@ -63,7 +66,7 @@ def load_prompts(
             raise InputError("prompts orders: they hold no answers to score: use answers=last")
         return make_orders(split or "train", limit, seed, system)
     if source == "humaneval":
-        chats: list[list[dict[str, str]]] | None = _humaneval(split)
+        chats: list[Chat] | None = [(messages, {}) for messages in _humaneval(split)]
     elif Path(source).suffix != ".parquet" and _is_jsonl(source):
         chats = _jsonl(source, split)
     else:
@@ -71,14 +74,17 @@ def load_prompts(
     if chats is None:
         data = _data_set(source, split)
 
-        def chat(i: int) -> list[dict[str, str]]:
+        def chat(i: int) -> Chat:
             where = f"{source}, row {i}"
-            return _as_turns(_chat(data[i], where), turns, where)
+            return _as_turns(_chat(data[i], where), turns, where), _tags(data[i])
 
         return _pick(source, len(data), chat, limit, seed, system, note)
-    return _pick(
-        source, len(chats), lambda i: _as_turns(chats[i], turns, f"{source}, chat {i + 1}"), limit, seed, system, note
-    )
+
+    def listed(i: int) -> Chat:
+        messages, tags = chats[i]
+        return _as_turns(messages, turns, f"{source}, chat {i + 1}"), tags
+
+    return _pick(source, len(chats), listed, limit, seed, system, note)
 
 
 def heldout_split(prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
@@ -119,6 +125,8 @@ def draw(prompts: Sequence[Prompt], limit: int | None, seed: int) -> list[Prompt
 
 def _as_turns(messages: list[dict[str, str]], turns: Turns, where: str) -> list[dict[str, str]]:
     """The chat that is asked. Raises InputError where there is no answer to score."""
+    if turns != "every" and any(a["role"] == b["role"] for a, b in pairwise(messages)):
+        raise InputError(f"{where}: `turns` holds the user's messages alone: use answers=every")
     if turns == "every":
         return [m for m in messages if m["role"] != "assistant"]
     if turns == "last":
@@ -131,7 +139,7 @@ def _as_turns(messages: list[dict[str, str]], turns: Turns, where: str) -> list[
 def _pick(
     source: str,
     count: int,
-    chat: Callable[[int], list[dict[str, str]]],
+    chat: Callable[[int], Chat],
     limit: int | None,
     seed: int,
     system: str | None,
@@ -143,10 +151,10 @@ def _pick(
     taken: dict[str, tuple[int, Prompt]] = {}
     duplicates = 0
     for i in order:
-        messages = chat(i)
+        messages, tags = chat(i)
         if system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
-        one = prompt(messages)
+        one = prompt(messages, tags)
         duplicates += one.id in taken
         taken.setdefault(one.id, (i, one))
         if len(taken) == limit:
@@ -158,18 +166,31 @@ def _pick(
     return [one for _, one in sorted(taken.values(), key=lambda pair: pair[0])]
 
 
+def _tags(row: dict[str, Any]) -> dict[str, Any]:
+    """The row's `tags`, plain values by name, and its `category`; columns of these names that hold something else are none."""
+    tags, category = row.get("tags"), row.get("category")
+    found = {k: v for k, v in tags.items() if isinstance(v, str | int | float)} if isinstance(tags, dict) else {}
+    return found | ({"category": category} if isinstance(category, str) else {})
+
+
 def _chat(row: Any, where: str) -> list[dict[str, str]]:
     """The chat in a row that holds `prompt` or `messages`. Raises InputError beginning with `where`."""
     if not isinstance(row, dict):
         raise InputError(f'{where}: {_kind(row)}, not an object: write {{"prompt": "…"}} or {{"messages": […]}}')
-    keys = [key for key in ("prompt", "messages") if row.get(key) is not None]
+    keys = [key for key in ("prompt", "messages", "turns") if row.get(key) is not None]
     if len(keys) != 1:
-        found = "both `prompt` and `messages`" if keys else "neither `prompt` nor `messages`"
+        found = " and ".join(f"`{key}`" for key in keys) or "neither `prompt` nor `messages`"
+        found = f"both {found}" if keys else found
         raise InputError(f"{where}: {found} (keys: {', '.join(map(str, row)) or 'none'}): give one of the two")
     if keys == ["prompt"]:
         if not isinstance(row["prompt"], str) or not row["prompt"].strip():
             raise InputError(f"{where}: `prompt` is {_kind(row['prompt'])}: it must be a text that is not empty")
         return _require_text([{"role": "user", "content": row["prompt"]}], where)
+    if keys == ["turns"]:
+        said = row["turns"]
+        if not isinstance(said, list) or not said or not all(isinstance(text, str) and text.strip() for text in said):
+            raise InputError(f"{where}: `turns` must be a list of the user's messages, texts that are not empty")
+        return _require_text([{"role": "user", "content": text} for text in said], where)
     messages = row["messages"]
     if not isinstance(messages, list) or not messages:
         raise InputError(f"{where}: `messages` is {_kind(messages)}: it must be a list of {{role, content}}, not empty")
@@ -218,7 +239,7 @@ def _is_jsonl(source: str) -> bool:
     return source.endswith((".jsonl", ".json", ".ndjson")) or Path(source).expanduser().is_file()
 
 
-def _jsonl(source: str, split: str | None) -> list[list[dict[str, str]]]:
+def _jsonl(source: str, split: str | None) -> list[Chat]:
     """Every line is checked before any is used. Blank lines are passed over."""
     path = Path(source).expanduser()
     if not path.is_file():
@@ -240,7 +261,7 @@ def _jsonl(source: str, split: str | None) -> list[list[dict[str, str]]]:
             raise InputError(
                 f"{where}: not valid JSON ({e.msg}, column {e.colno}): give one JSON object per line"
             ) from None
-        chats.append(_chat(row, where))
+        chats.append((_chat(row, where), _tags(row)))
     if not chats:
         raise InputError(f'{source}: the file is empty: give one JSON object per line, e.g. {{"prompt": "…"}}')
     return chats
@@ -289,7 +310,7 @@ def _data_set(source: str, split: str | None) -> Any:
         raise
     except Exception as e:  # every builder and client of `datasets` raises its own kind
         raise InputError(f"{source}: `datasets` cannot load it ({' '.join(str(e).split())[:300]})") from e
-    if not {"prompt", "messages"} & set(data.column_names):
+    if not {"prompt", "messages", "turns"} & set(data.column_names):
         raise InputError(f"{source}: no column `prompt` or `messages` (it has {', '.join(data.column_names)})")
     if not len(data):
         raise InputError(f"{source}: split {split!r} is empty")

@@ -51,11 +51,13 @@ def complete(
     sampling: dict[str, Any],
     timeout_s: float = 300,
     in_flight: int | None = None,
+    arrivals: Sequence[float] | None = None,
     *,
     seeds: Sequence[int] | None = None,
 ) -> list[Answer]:
     """Sends `prompts` (token ids) and returns their answers in order: all at once, or `in_flight` at a time, the next one
-    as soon as an answer is whole.
+    as soon as an answer is whole; or each at its time of `arrivals` (seconds from now), whatever the others do. Times are
+    then counted from when a request was due: a client that is late must not make the server look fast.
 
     `sampling` holds temperature, max_tokens, seed …, as the completions API names them; `seeds` gives each prompt its own.
     Raises PartFailedError when the server refuses, breaks off or takes longer than `timeout_s` for one answer.
@@ -63,17 +65,22 @@ def complete(
     own = [sampling | {"seed": seed} for seed in seeds] if seeds is not None else [sampling] * len(prompts)
 
     async def all_of_them() -> list[Answer]:
-        places = asyncio.Semaphore(in_flight or max(1, len(prompts)))
+        places = asyncio.Semaphore(in_flight if in_flight and not arrivals else max(1, len(prompts)))
+        began = time.perf_counter()
 
-        async def one(prompt: Sequence[int], how: dict[str, Any]) -> Answer:
+        async def one(prompt: Sequence[int], how: dict[str, Any], arrival: float | None) -> Answer:
             async with places:
-                return await _stream(http, url, model, prompt, how)
+                if arrival is None:
+                    return await _stream(http, url, model, prompt, how, time.perf_counter())
+                await asyncio.sleep(began + arrival - time.perf_counter())
+                return await _stream(http, url, model, prompt, how, began + arrival)
 
         # trust_env off: a proxy set for the outside world must not see loopback traffic. No limit: httpx would let 100
         # requests through and time the others while they wait here
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=timeout_s, trust_env=False, limits=limits) as http:
-            return await asyncio.gather(*map(one, prompts, own))
+            due: Sequence[float | None] = arrivals or [None] * len(prompts)
+            return await asyncio.gather(*map(one, prompts, own, due))
 
     try:
         return asyncio.run(all_of_them())
@@ -82,7 +89,7 @@ def complete(
 
 
 async def _stream(
-    http: httpx.AsyncClient, url: str, model: str, prompt: Sequence[int], sampling: dict[str, Any]
+    http: httpx.AsyncClient, url: str, model: str, prompt: Sequence[int], sampling: dict[str, Any], started: float
 ) -> Answer:
     body = {
         "model": model,
@@ -94,7 +101,7 @@ async def _stream(
     }
     ids: list[int] = []
     arrivals: list[tuple[float, int]] = []
-    finish, used, started_at, started = "", -1, time.time(), time.perf_counter()
+    finish, used, started_at = "", -1, time.time() - (time.perf_counter() - started)
     async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
         if response.status_code != 200:
             text = (await response.aread()).decode(errors="replace")

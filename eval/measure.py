@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from eval import client, counters, effective, losslessness, server, statistics
+from eval import client, counters, effective, losslessness, open_loop, server, statistics
 from pairing.errors import PartFailedError
 from pairing.files import append_jsonl, read_jsonl, write_jsonl
 from pairing.progress import bar
@@ -33,13 +33,14 @@ AGAIN = "target-again"  # A/A: the target alone a second time, whose "speedup" i
 @dataclass(frozen=True)
 class Arm:
     name: str
-    kind: str  # "target" (named so, or AGAIN), "draft_model" or "ngram"
+    kind: str  # "target" (named so, or AGAIN), "draft_model", "ngram", "suffix" or "speculator"
     model: Path | None = None
     num_speculative_tokens: int = 0
     draft_sample_method: str = "greedy"  # argmax drafting, vLLM's default
     schedule: tuple[tuple[int, int, int], ...] = ()  # K by batch size: (from, to, K)
     prompt_lookup: tuple[int, int] = (2, 4)  # n-gram lengths, shortest and longest
     parallel_drafting: bool = False  # all drafts of a round from one pass of the drafter
+    method: str | None = None  # of a speculator: eagle3, medusa, …
 
     def speculation(self) -> dict[str, Any] | None:
         """The --speculative-config of this arm."""
@@ -49,7 +50,10 @@ class Arm:
         if self.kind == "ngram":
             low, high = self.prompt_lookup
             return {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": low, "prompt_lookup_max": high}
-        words: dict[str, Any] = {"method": "draft_model", "model": str(self.model), "num_speculative_tokens": k}
+        if self.kind == "suffix":  # of its own request alone: answers kept from before would be replayed (fault D20)
+            return {"method": "suffix", "num_speculative_tokens": k, "suffix_decoding_max_cached_requests": 0}
+        words: dict[str, Any] = {"method": self.method or "draft_model", "model": str(self.model)}
+        words["num_speculative_tokens"] = k
         words |= {"parallel_drafting": True} if self.parallel_drafting else {}
         if self.schedule:
             words["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in self.schedule]
@@ -86,6 +90,12 @@ class Plan:
     request_timeout_s: float = 300
     start_timeout_s: float = 900
     precision: float | None = None  # no new repeat is begun once every speedup's half_width is at most this
+    rates: tuple[float, ...] = ()  # requests/s of the open loop, beside `concurrencies`; not with `resident`
+
+    @property
+    def loads(self) -> list[tuple[int | None, float | None]]:
+        """(requests in flight, None), or (None, requests/s)."""
+        return [*((c, None) for c in self.concurrencies), *((None, r) for r in self.rates)]
 
 
 @dataclass(frozen=True)
@@ -95,24 +105,25 @@ class Key:
     workload: str
     group: str | None
     temperature: float
-    concurrency: int
+    concurrency: int | None  # None where requests arrive at a rate
     repeat: int
+    rate: float | None = None
 
 
 Block = tuple[Key, list[Request]]
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
-    return Key(*(row[f.name] for f in fields(Key)))
+    return Key(*(row.get(f.name) for f in fields(Key)))  # type: ignore[arg-type]  # rows of before there was a rate lack it
 
 
 def blocks(plan: Plan) -> list[Block]:
     """Every block in the order in which it runs."""
     return [
-        (Key(name, group, temperature, concurrency, repeat), [r for r in requests if r.group == group])
+        (Key(name, group, temperature, concurrency, repeat, rate), [r for r in requests if r.group == group])
         for repeat in range(plan.repeats)
         for temperature in plan.temperatures
-        for concurrency in plan.concurrencies
+        for concurrency, rate in plan.loads
         for name, requests in plan.workloads.items()
         for group in dict.fromkeys(r.group for r in requests)
     ]
@@ -300,7 +311,8 @@ def _run_block(
     rows: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
     clock = {arm.name: 0.0 for arm in arms}
     # arms that take turns send a batch and wait for all of it; by itself an arm has all requests, so many in flight
-    size = key.concurrency if len(arms) > 1 else len(requests)
+    size = key.concurrency if key.concurrency and len(arms) > 1 else len(requests)
+    due = open_loop.arrival_times(key.rate, len(requests), plan.seed, key.repeat) if key.rate else None
     for number, first in enumerate(range(0, len(requests), size)):
         batch = requests[first : first + size]
         turn = number % len(arms)
@@ -320,6 +332,7 @@ def _run_block(
                     _sampling(plan, key.temperature, batch[0]),
                     plan.request_timeout_s,
                     key.concurrency,
+                    due,
                 )
             except PartFailedError as e:
                 dead[arm.name] = f"{e} (log: {servers[arm.name].log})"
@@ -352,6 +365,8 @@ def _request_row(arm: Arm, request: Request, answer: client.Answer) -> dict[str,
         "tags": request.tags,
         "output_ids": answer.output_ids,
         "output_tokens": answer.output_tokens,
+        "prompt_tokens": len(request.prompt_ids),
+        "chunk_tokens": [tokens for _, tokens in answer.arrivals],
         "ttft_s": answer.arrivals[0][0],
         "e2e_s": answer.arrivals[-1][0],
         "tpot_s": gaps.tpot,

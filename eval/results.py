@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from eval import effective, statistics
+from eval import by_context, effective, open_loop, statistics
 from eval.counters import Counts
 from eval.measure import Arm, Plan
 from eval.verdict import TIE
@@ -52,8 +52,14 @@ def write_results(
     for workload, measured in plan.workloads.items():
         names = list(dict.fromkeys(r.group for r in measured))
         groups = [None, *(g for g in names if g is not None)]
-        for temperature, concurrency, group, arm in product(plan.temperatures, plan.concurrencies, groups, plan.arms):
-            cell = {"workload": workload, "group": group, "temperature": temperature, "concurrency": concurrency}
+        for temperature, (concurrency, rate), group, arm in product(plan.temperatures, plan.loads, groups, plan.arms):
+            cell = {
+                "workload": workload,
+                "group": group,
+                "temperature": temperature,
+                "concurrency": concurrency,
+                "rate": rate,
+            }
             here = [r for r in requests if _within(r, cell)]
             base = [r for r in here if r["arm"] == "target"]
             mine = [b for b in blocks if b["arm"] == arm.name and _within(b, cell)]
@@ -76,7 +82,7 @@ def write_results(
 
 def _within(row: Mapping[str, Any], cell: Mapping[str, Any]) -> bool:
     """A cell without a group holds all groups of its workload."""
-    return all(row[name] == value for name, value in cell.items() if not (name == "group" and value is None))
+    return all(row.get(name) == value for name, value in cell.items() if not (name == "group" and value is None))
 
 
 def _row(
@@ -103,6 +109,7 @@ def _row(
         "arm": arm.name,
         "kind": arm.kind,
         "model": str(arm.model) if arm.model else None,
+        "method": arm.method,
         **cell,
         "num_speculative_tokens": arm.num_speculative_tokens,
         "draft_sample_method": arm.draft_sample_method if arm.kind == "draft_model" else None,
@@ -130,7 +137,12 @@ def _row(
         "chunk_gap_ms": statistics.percentiles([g for r in requests for g in r["chunk_gap_s"]], 1000),
         "e2e_ms": statistics.percentiles([r["e2e_s"] for r in requests], 1000),
     }
-    gain = None if arm.name == "target" or void else statistics.speedup(requests, base)
+    row |= by_context.figures(requests, counts if speculates else None, arm.num_speculative_tokens)
+    told = True
+    if cell["rate"]:  # where one of the two falls behind, times grow with the length of the run and compare nothing
+        row |= open_loop.figures(requests)
+        told = row["kept_up"] is not False and open_loop.figures(base)["kept_up"] is not False
+    gain = None if arm.name == "target" or void or not told else statistics.speedup(requests, base)
     exact = None if arm.name == "target" or void or cell["temperature"] else statistics.exact_match(requests, base)
     width = gain.half_width if gain else None
     row |= {

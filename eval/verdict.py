@@ -11,12 +11,15 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from eval.open_loop import fell_behind
+
 Row = Mapping[str, Any]
 
 REPLAY_GAP = 0.02  # D15: served τ further than this from what replay leaves open raises an alarm
 CACHE_HITS = 0.01  # D20: a cell with a higher prefix cache hit rate measured the cache
 TIE = "a tie in rounding"  # what a mismatch's `why` says where both tokens were equally likely for the target
 REFERENCE_ARMS = ("untrained",)  # measured to show what training brought, never recommended
+TRAINED = ("draft_model", "speculator")  # kinds of arms that somebody had to make
 
 
 def judge(results: Sequence[Row], evaluation: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -25,8 +28,8 @@ def judge(results: Sequence[Row], evaluation: Mapping[str, Any] | None = None) -
     The first workload of the run, at its lowest temperature and concurrency, gives the headline; the other cells are
     judged alike and named. Returns {"answer": "deploy"|"do not deploy"|"not measurable", "sentence", "best": arm|None,
     "alarms": [str], "void": [{"arm", "workload", "num_speculative_tokens", "reason"}],
-    "cells": [{"workload", "temperature", "concurrency", "noise": the A/A arm's interval|None, "arms": [arm]}]}, fastest
-    arm first, where an arm is {"arm", "kind", "model", "num_speculative_tokens", "draft_sample_method",
+    "cells": [{"workload", "temperature", "concurrency", "rate", "noise": the A/A arm's interval|None, "arms": [arm]}]},
+    fastest arm first, where an arm is {"arm", "kind", "model", "method", "num_speculative_tokens", "draft_sample_method",
     "parallel_drafting", "speedup", "interval", "acceptance_length", "draft_acceptance_rate", "exact_match",
     "losslessness", "answer": "faster"|"slower"|"no measurable difference"|"differs from the target"|"void"|
     "not measurable", "reason"}.
@@ -62,9 +65,10 @@ def judge(results: Sequence[Row], evaluation: Mapping[str, Any] | None = None) -
 
 
 def latest(results: Sequence[Row]) -> list[Row]:
-    """One row per cell: a cell measured again replaces its earlier row."""
-    keys = ("arm", "workload", "group", "temperature", "concurrency", "num_speculative_tokens", "draft_sample_method")
-    return list({tuple(r.get(k) for k in keys): r for r in results}.values())
+    """One row per served cell: a cell measured again replaces its earlier row; other engines' arms are no rivals."""
+    keys = ("arm", "workload", "group", "temperature", "concurrency", "rate", "num_speculative_tokens",
+            "draft_sample_method")  # fmt: skip
+    return list({tuple(r.get(k) for k in keys): r for r in results if r.get("engine", "vllm") == "vllm"}.values())
 
 
 def void_reason(row: Row) -> str | None:
@@ -83,14 +87,15 @@ def explained(mismatch: Row) -> bool:
 
 
 def _grouped(rows: Sequence[Row]) -> list[tuple[tuple[Any, ...], list[Row]]]:
-    """Whole-workload rows by (workload, temperature, concurrency): in the run's order, each from its lowest."""
+    """Whole-workload rows by (workload, temperature, concurrency, rate): in the run's order, each from its lowest, those at a
+    rate after those with requests in flight."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     order: dict[str, int] = {}
     for r in rows:
         if r.get("group") is None:
             order.setdefault(r["workload"], len(order))
-            groups.setdefault((r["workload"], r["temperature"], r["concurrency"]), []).append(r)
-    return sorted(groups.items(), key=lambda g: (order[g[0][0]], g[0][1], g[0][2]))
+            groups.setdefault((r["workload"], r["temperature"], r["concurrency"], r.get("rate")), []).append(r)
+    return sorted(groups.items(), key=lambda g: (order[g[0][0]], g[0][1], g[0][2] is None, g[0][2] or g[0][3]))
 
 
 def _cell(key: tuple[Any, ...], rows: Sequence[Row]) -> dict[str, Any]:
@@ -98,13 +103,14 @@ def _cell(key: tuple[Any, ...], rows: Sequence[Row]) -> dict[str, Any]:
     noise = again.get("speedup_interval") if again and not void_reason(again) else None
     arms = [_arm(r, target, noise) for r in rows if r["kind"] != "target"]
     arms.sort(key=lambda a: -(a["speedup"] or 0.0))
-    return {"workload": key[0], "temperature": key[1], "concurrency": key[2], "noise": noise, "arms": arms}
+    where = dict(zip(("workload", "temperature", "concurrency", "rate"), key, strict=True))
+    return {**where, "noise": noise, "arms": arms}
 
 
 def _arm(row: Row, target: Row | None, noise: Sequence[float] | None) -> dict[str, Any]:
     answer, reason = _arm_answer(row, target, noise)
-    keys = ("arm", "kind", "model", "num_speculative_tokens", "draft_sample_method", "parallel_drafting", "acceptance_length",
-            "draft_acceptance_rate", "exact_match", "losslessness")  # fmt: skip
+    keys = ("arm", "kind", "model", "method", "num_speculative_tokens", "draft_sample_method", "parallel_drafting",
+            "acceptance_length", "draft_acceptance_rate", "exact_match", "losslessness")  # fmt: skip
     measured = answer not in ("void", "not measurable")
     return {k: row.get(k) for k in keys} | {
         "speedup": row.get("speedup") if measured else None,
@@ -121,6 +127,10 @@ def _arm_answer(row: Row, target: Row | None, noise: Sequence[float] | None) -> 
         return "not measurable", "the target alone was not measured beside it"
     if void_reason(target):
         return "not measurable", f"the target alone is void: {void_reason(target)}"
+    if late := fell_behind(row):
+        return "not measurable", late
+    if late := fell_behind(target):
+        return "not measurable", f"of the target alone: {late}"
     if row.get("speedup") is None or not row.get("speedup_interval"):
         return "not measurable", "no speedup with an interval: it needs at least two prompts answered by both arms"
     unexplained = [m for m in row.get("mismatches") or [] if not explained(m)]
@@ -144,10 +154,10 @@ def _arm_answer(row: Row, target: Row | None, noise: Sequence[float] | None) -> 
 def _cost(row: Row) -> str | None:
     """Why there is no gain. S = τ / (cost of a round in target steps), so the cost is τ / S (design.md, Words).
 
-    Only for draft models: they draft in every round, while τ of n-gram leaves out the rounds in which it found nothing.
+    Only for models and heads: they draft in every round, while τ of n-gram leaves out the rounds in which it found nothing.
     """
     length = row.get("acceptance_length")
-    if row["kind"] != "draft_model" or not length:
+    if row["kind"] not in TRAINED or not length:
         return None
     return f"a round emits τ = {length:.2f} tokens and costs about {length / row['speedup']:.2f} target steps"
 
@@ -156,12 +166,12 @@ def _headline(cells: Sequence[dict[str, Any]]) -> tuple[str, str, dict[str, Any]
     cell = cells[0]
     ranked = [a for a in cell["arms"] if a["speedup"] is not None and a["arm"] not in REFERENCE_ARMS]
     faster = [a for a in ranked if a["answer"] == "faster"]
-    drafters = [a for a in cell["arms"] if a["kind"] == "draft_model" and a["arm"] not in REFERENCE_ARMS]
+    drafters = [a for a in cell["arms"] if a["kind"] in TRAINED and a["arm"] not in REFERENCE_ARMS]
     if not ranked:
         void = next((a for a in cell["arms"] if a["arm"] not in REFERENCE_ARMS), None)
         why = f"{void['arm']}: {void['reason']}" if void else "no arm but the target was measured"
         return "not measurable", f"Not measurable: on {_where(cell)} {why}.", None
-    if faster and (faster[0]["kind"] == "draft_model" or not drafters):
+    if faster and (faster[0]["kind"] in TRAINED or not drafters):
         best = faster[0]
         parts = [
             f"Deploy {_named(best)}: it serves {_where(cell)} at {_times(best)}",
@@ -203,6 +213,8 @@ def _where(cell: Mapping[str, Any]) -> str:
     text = str(cell["workload"])
     if cell["temperature"]:
         text += f" at temperature {cell['temperature']:g}"
+    if cell["rate"]:
+        return text + f" at {cell['rate']:g} requests/s"
     return text + (f" with {cell['concurrency']} requests in flight" if cell["concurrency"] != 1 else "")
 
 
@@ -266,6 +278,8 @@ def _served_alarms(rows: Sequence[Row]) -> list[str]:
                 f"± {r['precision'] * 100:g} %, after {r['repeats']} repeat{'s' if r['repeats'] != 1 else ''} of "
                 f"{r['prompts']} prompts: give more repeats, or more prompts (limit) where those differ."
             )
+        if seen := (r.get("emitted_check") or {}).get("alarm"):
+            alarms.append(f"Emitted and counted disagree: {r['arm']} on {r['workload']}: {seen}.")
         if r["kind"] == "target" and (r.get("settings") or {}).get("ignore_eos"):
             alarms.append(
                 f"Not representative: {r['workload']} was measured with ignore_eos: answers ran past their end."
@@ -334,8 +348,9 @@ def serve_with(verdict: Row, target: str | None, pair: Mapping[str, Any] | None)
     same = own.get("num_speculative_tokens") == best["num_speculative_tokens"]
     command = own.get("command") if same and bool(own.get("parallel_drafting")) == parallel else None
     if best["kind"] != "draft_model" or not command:
-        config = {"method": best["kind"], "num_speculative_tokens": best["num_speculative_tokens"]}
-        if best["kind"] == "draft_model":
+        method = best.get("method") or best["kind"]
+        config = {"method": method, "num_speculative_tokens": best["num_speculative_tokens"]}
+        if best["kind"] in TRAINED:
             config["model"] = best["model"]
         if best["draft_sample_method"] not in (None, "greedy"):
             config["draft_sample_method"] = best["draft_sample_method"]

@@ -4,7 +4,8 @@ draftsmith measure --config measure.yaml
 draftsmith measure target=… drafters.drafter=runs/drafter workloads.mine.answers=runs/data/heldout out=runs/measure
 draftsmith measure --config measure.yaml --require "speedup>=1.2@c1" --require "exact_match>=1"    # exit 1 where not met
 
-Arms: the target alone, each drafter, and vLLM's n-gram proposer. Prompts come from answers folders (`generate`), whose
+Arms: the target alone, each drafter, vLLM's n-gram and suffix proposers, speculator checkpoints that are given, and
+transformers' own assisted generation offline. Prompts come from answers folders (`generate`), whose
 recorded distribution also gives the acceptance length that is to be expected, and explains outputs that differ.
 """
 
@@ -42,13 +43,14 @@ from pairing.budgets import device_memory, servers_findings
 from pairing.card import write_card
 from pairing.engine import Engine, require_vllm
 from pairing.errors import InputError
-from pairing.files import read_json
+from pairing.files import read_json, read_jsonl, write_jsonl
 from pairing.mask_token import mask_id_of
 from pairing.pair import update_pair
 from pairing.parallel_drafting import trained_findings
 from pairing.preflight import Serving, require_start
 from pairing.serving_plan import Model
 from pairing.source import ModelSource, load_model, load_tokenizer, resolve
+from pairing.speculators import require_speculator, require_suffix
 from pairing.weights import read_headers
 from recipes.config import Strict, guarded, parse
 from recipes.run_folder import open_run, provenance
@@ -63,11 +65,22 @@ class WorkloadConfig(Strict):
     """longest answer; answers end where they end by themselves"""
 
 
+class SpeculatorConfig(Strict):
+    model: Path
+    """folder of a checkpoint that drafts from the target's hidden states"""
+    method: Literal["auto", "eagle3", "eagle", "medusa", "mlp_speculator"] = "auto"
+    """auto: what its config.json says"""
+    num_speculative_tokens: int | None = Field(default=None, ge=1, le=32)
+    """K of this arm; null: num_speculative_tokens"""
+
+
 class MeasureConfig(Strict):
     target: str
     """hub id, folder or .gguf file"""
     drafters: dict[str, str] = Field(default_factory=dict)
     """arm name -> drafter folder"""
+    speculators: dict[str, SpeculatorConfig] = Field(default_factory=dict)
+    """arm name -> head that others trained for this target: EAGLE, EAGLE-3, Medusa"""
     workloads: dict[str, WorkloadConfig]
     """name -> prompts"""
     out: Path
@@ -82,12 +95,18 @@ class MeasureConfig(Strict):
     """K of the parallel arms, whose drafts cost less and so may be more; null: num_speculative_tokens"""
     ngram: bool = True
     """measure vLLM's n-gram proposer too"""
+    suffix: bool = False
+    """measure vLLM's suffix proposer too; needs the package arctic-inference"""
+    assisted: bool = False
+    """measure assisted generation and prompt lookup in transformers too, offline, beside its own target"""
     arms: list[str] | None = None
     """of the arms that this config makes those to measure, beside the target alone; null: all"""
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(default=[0.0], min_length=1)
     """of the target's sampling, in every arm"""
     concurrencies: list[Annotated[int, Field(ge=1)]] = Field(default=[1], min_length=1)
     """requests in flight"""
+    rates: list[Annotated[float, Field(gt=0)]] = Field(default=[])
+    """requests/s that arrive by a Poisson process, whoever is still being answered; one server at a time"""
     repeats: int = Field(default=2, ge=1)
     """times that every prompt is sent to every arm; with `precision` at most so many"""
     minutes: float | None = None
@@ -123,10 +142,15 @@ class MeasureConfig(Strict):
 
 def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, dict[str, Answers]]:
     """Everything checked that can be before a server starts. Raises InputError."""
+    if config.rates and config.resident:
+        raise InputError(
+            "rates: requests that arrive by the clock would meet servers that share this machine with each other: give "
+            "resident=false"
+        )
     target = resolve(config.target)
     arms = [Arm("target", "target"), *([Arm(AGAIN, "target")] if config.aa else [])]
     for name, folder in config.drafters.items():
-        if name in ("target", "ngram", AGAIN):
+        if name in ("target", "ngram", "suffix", AGAIN):
             raise InputError(f"drafters.{name}: that name is taken: choose another")
         source = resolve(folder)
         drafter, report = source.path, check_pair(target, source)
@@ -134,8 +158,12 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
             worst = next(f for f in report["findings"] if f["level"] in ("blocks", "repairable"))
             raise InputError(f"drafters.{name}: {drafter} does not fit the target: {worst['what']} ({worst['fix']})")
         arms += drafter_arms(config, name, drafter)
+    arms += speculator_arms(config, {a.name for a in arms}, read_json(target.path / "config.json"), engine)
     if config.ngram:
         arms.append(Arm("ngram", "ngram", None, config.num_speculative_tokens))
+    if config.suffix:
+        require_suffix()
+        arms.append(Arm("suffix", "suffix", None, config.num_speculative_tokens))
     arms = wanted(config, arms)
     answers = {name: open_answers(w.answers) for name, w in config.workloads.items()}
     workloads = {}
@@ -148,23 +176,24 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
                 f"workloads.{name}: prompt and answer take up to {longest} tokens, max_model_len is {config.max_model_len}: "
                 f"give max_model_len={longest} or a smaller workloads.{name}.max_tokens"
             )
-    resident = side_by_side(config, target.path, arms, engine)
+    resident = not config.rates and side_by_side(config, target.path, arms, engine)
     settings = server.Settings(
         dtype="float32" if config.dtype == "auto" and engine.backend == "cpu" else config.dtype,
         max_model_len=config.max_model_len,
-        max_num_seqs=max(8, *config.concurrencies),
+        # with arrivals by the clock nothing else says how many are in flight
+        max_num_seqs=max(64 if config.rates else 8, *config.concurrencies),
         enforce_eager=config.enforce_eager,
         kv_cache_gib=config.kv_cache_gib,
         # servers that live side by side share the GPU
         gpu_memory_utilization=0.9 / len(arms) if resident else 0.9,
     )
     for arm in arms:
-        if arm.model is not None:
+        if arm.kind == "draft_model":
             require_start(target, resolve(str(arm.model)), preflight_of(settings, arm, engine.backend))
     plan = Plan(
         target.path, arms, workloads, settings, config.repeats, config.minutes, tuple(config.concurrencies),
         tuple(config.temperatures), config.seed, config.warmup, resident, start_timeout_s=config.start_timeout_s,
-        precision=config.precision,
+        precision=config.precision, rates=tuple(config.rates),
     )  # fmt: skip
     return plan, target, answers
 
@@ -203,6 +232,18 @@ def drafter_arms(config: MeasureConfig, name: str, drafter: Path) -> list[Arm]:
     return [parallel] if config.parallel_drafting == "only" else [one, parallel]
 
 
+def speculator_arms(config: MeasureConfig, taken: set[str], target: dict[str, Any], engine: Engine) -> list[Arm]:
+    """Heads have no vocabulary to compare; their sizes must be the target's."""
+    arms = []
+    for name, one in config.speculators.items():
+        if name in taken | {"ngram", "suffix"}:
+            raise InputError(f"speculators.{name}: that name is taken: choose another")
+        K = one.num_speculative_tokens or config.num_speculative_tokens
+        method = require_speculator(f"speculators.{name}", one.model, one.method, K, target, engine)
+        arms.append(Arm(name, "speculator", one.model, K, method=method))
+    return arms
+
+
 def preflight_of(settings: server.Settings, arm: Arm, backend: str) -> Serving:
     """What an arm asks of the engine, for pairing.preflight to look at before anything starts."""
     forced = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
@@ -238,7 +279,7 @@ def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[s
     asked for."""
     accelerator, out = Accelerator(), {}
     for arm in plan.arms:
-        if arm.model is None:
+        if arm.model is None or arm.kind != "draft_model":
             continue
         model = load_model(arm.model).to(accelerator.device)
         for name, requests in plan.workloads.items():
@@ -352,6 +393,20 @@ def with_requirements(argv: list[str]) -> list[str]:
     return [*rest, f"require={json.dumps(texts)}"] if texts else rest
 
 
+def in_transformers(config: MeasureConfig, plan: Plan, versions: dict[str, Any]) -> str:
+    """Measures the offline arms, appends their rows to results.jsonl and returns them as a table."""
+    from eval.assisted import assisted_results, markdown, measure_assisted, ways
+
+    tried = ways(
+        {name: resolve(folder).path for name, folder in config.drafters.items()}, config.num_speculative_tokens
+    )
+    device = Accelerator().device
+    void = measure_assisted(plan.target, tried, plan.workloads, config.out, plan.repeats, plan.settings.dtype, device)
+    rows = assisted_results(config.out, tried, plan.workloads, void, versions)
+    write_jsonl(config.out / "results.jsonl", [*read_jsonl(config.out / "results.jsonl"), *rows])
+    return markdown(rows)
+
+
 def main(argv: list[str]) -> int:
     config, args = parse(MeasureConfig, with_requirements(argv), about=__doc__ or "")
     engine = require_vllm("measure")
@@ -361,12 +416,17 @@ def main(argv: list[str]) -> int:
     if target.note:
         notes.print(target.note, markup=False)
     if config.resident is None and not plan.resident:
-        notes.print("one server at a time: memory does not hold them all side by side", markup=False)
+        why = "requests at a rate are for it alone" if config.rates else "memory does not hold them all side by side"
+        notes.print(f"one server at a time: {why}", markup=False)
     for arm in plan.arms:
-        for f in trained_findings(arm.model, preflight_of(plan.settings, arm, engine.backend)) if arm.model else ():
+        for f in (
+            trained_findings(arm.model, preflight_of(plan.settings, arm, engine.backend))
+            if arm.model and arm.kind == "draft_model"
+            else ()
+        ):
             notes.print(f"{arm.name}: {f.what}: {f.fix}", markup=False)
     if args.dry_run:
-        cells = len(plan.arms) * plan.repeats * len(plan.temperatures) * len(plan.concurrencies)
+        cells = len(plan.arms) * plan.repeats * len(plan.temperatures) * len(plan.loads)
         requests = [r for workload in plan.workloads.values() for r in workload]
         print(f"arms: {', '.join(a.name for a in plan.arms)}")
         print(f"requests: {len(requests) * cells}, at most {sum(r.max_tokens for r in requests) * cells} tokens")
@@ -381,7 +441,10 @@ def main(argv: list[str]) -> int:
     rows = write_results(plan, config.out, where["versions"], expected(plan, answers, real), log_probs, references)
     if config.record:
         record(plan, rows, where)
-    print(json.dumps(rows, indent=2) if args.json else markdown_results(rows))
+    offline = in_transformers(config, plan, where["versions"]) if config.assisted else ""
+    if offline:
+        rows = read_jsonl(config.out / "results.jsonl")
+    print(json.dumps(rows, indent=2) if args.json else f"{markdown_results(rows)}\n{offline}".rstrip())
     met, missed = requirements.judge(required, rows)
     for line in [*met, *missed]:
         notes.print(line, markup=False)

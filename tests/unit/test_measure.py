@@ -36,6 +36,7 @@ class Engine:
         self.outputs: dict[str, list[int]] = {}
         self.started: list[str] = []
         self.in_flight: list[tuple[str, int, int]] = []  # (arm, prompts sent, of them at a time)
+        self.arrivals: list[tuple[str, list[float] | None]] = []
         self.lossy: set[str] = set()
         self.checked: list[str] = []  # arms that were drawn from, "by target" where the target judged draws
 
@@ -58,6 +59,7 @@ class Engine:
         sampling: Any,
         timeout_s: float,
         in_flight: int = 1,
+        arrivals: list[float] | None = None,
         *,
         seeds: list[int] | None = None,
     ) -> list[client.Answer]:
@@ -66,6 +68,7 @@ class Engine:
             draws = [[5] * 8 if url in self.lossy else random.Random(s).choices(range(10), k=8) for s in seeds]
             return [client.Answer(ids, [(0.1, 8)], 8, "length", 0.0) for ids in draws]
         self.order += [url] * len(prompts)
+        self.arrivals.append((url, arrivals))
         self.in_flight.append((url, len(prompts), in_flight))
         if self.kill_after is not None and len(self.order) > self.kill_after:
             raise KeyboardInterrupt
@@ -211,6 +214,26 @@ def test_an_arm_by_itself_keeps_its_requests_in_flight(engine: Engine, tmp_path:
     alone = replace(plan(repeats=1, warmup=0, concurrencies=(2,), resident=False), workloads=requests)
     measure.measure(alone, tmp_path / "alone")
     assert engine.in_flight == [("target", 5, 2), ("drafter", 5, 2), ("ngram", 5, 2)]
+
+
+def test_at_a_rate_all_arms_get_the_same_arrivals(engine: Engine, tmp_path: Path) -> None:
+    """Beside one request at a time; rows of their own, without a count of requests in flight. Another repeat, other times."""
+    requests = {"orders": [Request(f"p{i}", [i], 8, None, {}) for i in range(5)]}
+    p = replace(plan(repeats=2, warmup=0, resident=False, rates=(0.5,)), workloads=requests)
+    measure.measure(p, tmp_path)
+    assert [sent for _, sent in engine.arrivals].count(None) == 6  # three arms, two repeats
+    timed = {(arm, tuple(sent)) for arm, sent in engine.arrivals if sent}
+    assert {arm for arm, _ in timed} == {"target", "drafter", "ngram"}
+    assert len({sent for _, sent in timed}) == 2
+    assert all(len(sent) == 5 and sent[0] == 0 for _, sent in timed)
+    drafter = [r for r in write(p, tmp_path) if r["arm"] == "drafter"]
+    assert [(r["concurrency"], r["rate"], r["num_drafts"]) for r in drafter] == [(1, None, 10), (None, 0.5, 10)]
+    assert "kept_up" not in drafter[0]
+    assert drafter[1]["completed_requests_per_s"] == pytest.approx(10 / 0.6)  # each scripted answer takes 0.3 s from 0
+    assert drafter[1]["speedup"] == pytest.approx(5 / 3)
+    assert drafter[1]["acceptance_length_by_context"] == [{"from": 2, "to": 4, "rounds": 10, "acceptance_length": 4.0}]
+    measure.measure(p, tmp_path)  # whole: nothing is served again
+    assert len(engine.arrivals) == 12
 
 
 def test_alone_a_server_that_dies_costs_one_block_and_the_next_one_gets_a_new_server(

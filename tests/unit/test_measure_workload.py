@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from distill.answers import open_answers
+from distill.prompts import load_prompts
 from eval.measure import Arm, Plan
 from eval.server import Settings
 from pairing.engine import Engine
@@ -45,6 +49,23 @@ def test_a_conversation_is_asked_for_its_last_answer(tmp_path: Path) -> None:
             assert len(found) == K
             np.testing.assert_allclose(list(found.values()), one.head_logprobs_NK[position], rtol=2**-10)
     assert len(log_probs) == 5 + 2 + 4
+
+
+def test_categories_are_kept_apart(tmp_path: Path) -> None:
+    """From a prompts file with categories (as Spec-Bench has them) to groups that keep their shares; HumanEval has none."""
+    target = tiny.folder(tmp_path / "target")
+    rows = [{"turns": [f"question {i}", "and then?"], "category": "qa" if i % 3 else "rag"} for i in range(9)]
+    (tmp_path / "bench.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    prompts = load_prompts(str(tmp_path / "bench.jsonl"), turns="every")
+    made = [replace(a, prompt=p) for a, p in zip(made_up([4] * 9), prompts, strict=True)]
+    answers = open_answers(store(tmp_path / "a", made, target))
+    requests = chosen(answers, WorkloadConfig(answers=tmp_path / "a", limit=6), "category")
+    assert Counter(r.group for r in requests) == {'category="qa"': 4, 'category="rag"': 2}
+    assert {r.tags["category"] for r in requests} == {"qa", "rag"}
+    human = load_prompts("humaneval", limit=3)
+    made = [replace(a, prompt=p) for a, p in zip(made_up([4] * 3), human, strict=True)]
+    answers = open_answers(store(tmp_path / "h", made, target))
+    assert {r.group for r in chosen(answers, WorkloadConfig(answers=tmp_path / "h"), "category")} == {None}
 
 
 def test_servers_are_side_by_side_where_their_memory_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,3 +149,9 @@ def test_a_drafter_with_a_mask_is_measured_both_ways(tmp_path: Path) -> None:
     assert [m["parallel_drafting"] for m in pair["measurements"]] == [False, True]
     assert (pair["serve"]["parallel_drafting"], pair["serve"]["num_speculative_tokens"]) == (True, 6)
     assert '"parallel_drafting": true' in pair["serve"]["command"]
+
+
+def test_requests_at_a_rate_are_for_one_server_at_a_time(tmp_path: Path) -> None:
+    config = MeasureConfig(target="nowhere", workloads={}, out=tmp_path / "out", rates=[0.5], resident=True)
+    with pytest.raises(InputError, match=r"^rates: .*: give resident=false$"):
+        measure.plan_of(config, Engine("0.32.0", "cpu", None))

@@ -39,6 +39,23 @@ def test_prompt_and_messages_lines(tmp_path: Path) -> None:
     assert load_prompts(source, system="Be kind.")[1].messages == chat  # a chat's own system message stays
 
 
+def test_categories_and_tags_of_a_file_are_kept(tmp_path: Path) -> None:
+    """Spec-Bench and MT-Bench rows: `turns` are the user's messages. Columns of these names that mean something else are none."""
+    path = lines(
+        tmp_path / "p.jsonl",
+        {"category": "qa", "turns": ["one", "two"]},
+        {"prompt": "three", "category": "chat", "tags": {"seen": False, "n": 2, "list": [1]}},
+        {"prompt": "four", "category": 7, "tags": ["a"]},
+    )
+    prompts = load_prompts(path, turns="every")
+    assert [p.messages for p in prompts] == [[user("one"), user("two")], [user("three")], [user("four")]]
+    assert [p.tags for p in prompts] == [{"category": "qa"}, {"seen": False, "n": 2, "category": "chat"}, {}]
+    with pytest.raises(InputError, match=r"chat 1: `turns` holds the user's messages alone: use answers=every"):
+        load_prompts(path, turns="last")
+    with pytest.raises(InputError, match=r":1: `turns` must be a list of the user's messages"):
+        load_prompts(lines(tmp_path / "bad.jsonl", {"turns": []}))
+
+
 def test_ids_come_from_the_messages_alone() -> None:
     assert prompt([user("Hi")], {"seen": True}).id == prompt([{"content": "Hi", "role": "user"}]).id
     assert prompt([user("Hi")]).id != prompt([user("hi")]).id
@@ -79,7 +96,7 @@ BAD = [
     (b'{"prompt": "a"}\n"b"\n', "{path}:2: a text, not an object"),
     (b'{"text": "a", "n": 1}\n', "{path}:1: neither `prompt` nor `messages` (keys: text, n): give one of the two"),
     (b"{}\n", "{path}:1: neither `prompt` nor `messages` (keys: none)"),
-    (b'{"prompt": "a", "messages": []}\n', "{path}:1: both `prompt` and `messages`"),
+    (b'{"prompt": "a", "messages": []}\n', "{path}:1: both `prompt` and `messages` (keys"),
     (b'{"prompt": 3}\n', "{path}:1: `prompt` is a number: it must be a text that is not empty"),
     (b'{"prompt": " "}\n', "{path}:1: `prompt` is an empty text"),
     (b'{"messages": "hi"}\n', "{path}:1: `messages` is a text: it must be a list of {role, content}"),

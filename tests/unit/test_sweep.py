@@ -48,7 +48,14 @@ class Engine:
         return server.Server(arm, arm, None, log, 1.0, ["vllm", "serve", arm])  # type: ignore[arg-type]
 
     def complete(
-        self, url: str, model: str, prompts: list[list[int]], sampling: Any, timeout_s: float, in_flight: int = 1
+        self,
+        url: str,
+        model: str,
+        prompts: list[list[int]],
+        sampling: Any,
+        timeout_s: float,
+        in_flight: int = 1,
+        arrivals: None = None,
     ) -> list[client.Answer]:
         self.calls += 1
         if self.calls == self.stops_after:
