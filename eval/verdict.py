@@ -213,7 +213,7 @@ def _where(cell: Mapping[str, Any]) -> str:
     text = str(cell["workload"])
     if cell["temperature"]:
         text += f" at temperature {cell['temperature']:g}"
-    if cell["rate"]:
+    if cell.get("rate"):  # rows of older runs have none
         return text + f" at {cell['rate']:g} requests/s"
     return text + (f" with {cell['concurrency']} requests in flight" if cell["concurrency"] != 1 else "")
 
