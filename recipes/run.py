@@ -151,7 +151,8 @@ def main(argv: list[str]) -> int:
     source = resolve(config.target)
     if source.note:
         console.print(f"note: {source.note}", style="yellow")
-    if open_run(config.run_dir, config):
+    # what a stage that is still to come is asked for may change: nothing in the folder came of it
+    if open_run(config.run_dir, config, free=[stage.name for stage in plan if not stage.done()]):
         console.print(f"going on in {config.run_dir}")
     times_file = config.run_dir / "stages.json"
     times: dict[str, Any] = read_json(times_file) if times_file.is_file() else {}

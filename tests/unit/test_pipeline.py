@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from pairing.errors import InputError
+from pairing.errors import InputError, PartFailedError
 from pairing.files import write_json
+from recipes import run
 from recipes.config import read_yaml, validate
 from recipes.run import RunConfig, command, stages
+from tests import tiny
 from tests.conftest import ROOT
 
 
@@ -69,6 +71,32 @@ def test_all_faults_of_all_stages_at_once() -> None:
 def test_a_run_needs_prompts_to_train_and_others_to_judge() -> None:
     with pytest.raises(InputError, match="needs a set named train and at least one held-out set"):
         stages(shipped(generate={"sets": {"train": {"prompts": "orders"}}}), "p.yaml")
+
+
+def test_a_stage_that_is_still_to_come_may_be_asked_for_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A measurement that could not run costs no training: its keys may change, those of what was made may not."""
+    target, out = tiny.folder(tmp_path / "target"), tmp_path / "run"
+    words = [f"target={target}", f"run_dir={out}", "generate.sets.train.prompts=orders", "generate.sets.train.limit=9",
+             "generate.sets.own.prompts=orders", "generate.sets.own.limit=9", "distill.minutes=1"]  # fmt: skip
+    ran: list[str] = []
+
+    def stage(words: list[str], quiet: bool = False) -> int:
+        name = Path(words[-1]).stem
+        ran.append(name)
+        if name == "generate":
+            for made in ("train", "own"):
+                write_json(out / "data" / made / "meta.json", {"complete": True})
+        return 0 if name == "generate" else 3
+
+    monkeypatch.setattr(run, "_run", stage)
+    for more in ([], ["measure.num_speculative_tokens=2"], ["distill.minutes=2"]):
+        with pytest.raises(PartFailedError, match="stage init"):
+            run.main([*words, *more])
+    assert ran == ["generate", "init", "init", "init"]
+    with pytest.raises(InputError, match=r"another run .its config differs in generate"):
+        run.main([*words, "generate.temperature=1"])
 
 
 def test_answers_are_done_when_they_say_so_and_all_else_when_it_is_there(tmp_path: Path) -> None:
