@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pairing.decode_time import BLOCK, BLOCKS, PROMPTS, WARM
+from pairing.decode_time import BLOCK, BLOCKS, PROMPTS, SETTLE_S, WARM
 from pairing.files import read_json
 from pairing.serving import text_config
 from pairing.source import load_model
@@ -50,6 +50,8 @@ def child() -> None:
         blocks: list[list[float]] = [[] for _ in steps]
         for _ in range(BLOCKS):
             for mine, step in zip(blocks, steps, strict=True):
+                if request["cpu"] and request["vllm"]:
+                    time.sleep(SETTLE_S)  # the worker of the block before still polls, on cores that this one needs
                 step()
                 mine.append(median(_timed(step) for _ in range(BLOCK)))
         print(json.dumps({"blocks": blocks, "prompts": [prompts[key] for key in keys]}), file=reply, flush=True)
@@ -104,6 +106,8 @@ def _open_vllm(words: Mapping[str, Any], seqs: int, cpu: bool, dtype: str) -> Be
         dtype=dtype,
         skip_tokenizer_init=True,
         enforce_eager=cpu,  # compiling takes minutes there
+        # in this process OpenMP would run with other settings than in a server, where vLLM gives the worker its own
+        distributed_executor_backend="mp" if cpu else None,
         max_model_len=length,
         max_num_seqs=seqs,
         max_num_batched_tokens=length * seqs,

@@ -38,6 +38,9 @@ BLOCK, BLOCKS = 8, 8  # before each block a step that does not count: the last o
 WARM = 4  # steps that do not count, after the prompt
 STEPS = WARM + BLOCKS * (BLOCK + 1) + 2  # and two for what an engine schedules ahead
 PROMPTS = 3  # times that the prompt is read
+SETTLE_S = (
+    1.2  # vLLM's processes poll each other for 1 s after their last message (0.32: busy_loop_s in shm_broadcast.py)
+)
 CHILD = "from pairing.decode_engines import child; child()"
 
 
