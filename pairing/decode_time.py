@@ -93,7 +93,9 @@ def open_timer(env: Mapping[str, str], log: Path, dtype: str = "auto", batch: in
     cpu = found is None or found.backend == "cpu"
     words = (cpu_engine_env() if cpu else {}) | dict(env)
     words |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    words.pop(DIE_WITH_PARENT, None)
+    words[DIE_WITH_PARENT] = (
+        "1"  # the engines' workers, which are processes of their own on the CPU back end, end with the child
+    )
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temp, open(log, "wb") as f:
         process = subprocess.Popen(
