@@ -1,9 +1,10 @@
 """How long a decode step takes: models known by their config.json alone, or whole folders, in the installed engine.
 
 A config's weights are random, since time does not go by their values; quantized ones are read from
-their folder, since no engine makes up packed weights. No tokenizer is read. All models live in one child process and
-take turns in blocks of steps, so that what else the machine does falls on all of them alike. In vLLM 0.32 the engine runs
-within that process: the figures are the model's own step, scheduler and sampler included, without a server's messages.
+their folder, since no engine makes up packed weights. No tokenizer is read. All engines live in one child process and
+take turns in blocks of steps, so that what else the machine does falls on all of them alike. The figures are the model's own
+step, scheduler and sampler included, without a server's messages. On vLLM's CPU back end each engine has a worker process,
+as in a server: within the child OpenMP would run with other settings (docs/notebook.md).
 A verify step, which a target makes of K + 1 tokens of a request at once, is measured with a proposer that costs nothing; a
 round, K draft steps (or, in parallel, one) and the verify step, with a target and a drafter as vLLM runs them.
 Without vLLM the same is measured in transformers, and says so: its steps are slower, and not in proportion.
