@@ -7,12 +7,13 @@ import json
 import os
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TextIO
 
 from pairing.decode_time import BLOCK, BLOCKS, PROMPTS, SETTLE_S, WARM
 from pairing.files import read_json
@@ -20,6 +21,7 @@ from pairing.serving import text_config
 from pairing.source import load_model
 
 KV_BYTES = 2**28  # per engine at least
+K_FILE = "DRAFTSMITH_DRAFTED"  # names the file that holds K
 
 # reads the prompts of so many requests; returns what does one step with K drafted tokens, and the seconds it took
 Begin = Callable[[int], tuple[Callable[[int], Any], float]]
@@ -30,6 +32,13 @@ def child() -> None:
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to standard output
     opened: dict[str, Begin] = {}
+    with tempfile.NamedTemporaryFile() as k_file:
+        os.environ[K_FILE] = k_file.name
+        Path(k_file.name).write_text("0")
+        _answer_requests(opened, reply)
+
+
+def _answer_requests(opened: dict[str, Begin], reply: TextIO) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         keys = [json.dumps(item["engine"]) for item in request["items"]]
@@ -69,9 +78,10 @@ def _prompts(folder: str, count: int, length: int) -> list[list[int]]:
 
 
 class RandomTokens:
-    """vLLM's proposer of its method custom_class: any K tokens at no cost. Nearly all are rejected, which takes as long."""
+    """vLLM's proposer of its method custom_class: any K tokens at no cost. Nearly all are rejected, which takes as long.
 
-    k = 0  # of the step to come, at most num_speculative_tokens
+    It lives in the engine's worker, which on the CPU back end is another process; the K of the step to come is told by a file.
+    """
 
     def __init__(self, vllm_config: Any) -> None:
         self.rows = int(vllm_config.model_config.get_vocab_size())
@@ -81,7 +91,8 @@ class RandomTokens:
         pass
 
     def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
-        return [self.random.choices(range(self.rows), k=RandomTokens.k) for _ in sampled_token_ids]
+        k = int(Path(os.environ[K_FILE]).read_text())
+        return [self.random.choices(range(self.rows), k=k) for _ in sampled_token_ids]
 
 
 def _has_weights(folder: str) -> bool:
@@ -92,6 +103,7 @@ def _open_vllm(words: Mapping[str, Any], seqs: int, cpu: bool, dtype: str) -> Be
     from vllm import LLM, SamplingParams
 
     folder, length = words["folder"], words["prompt"] + words["answer"]
+    k_file = Path(os.environ[K_FILE])
     # a loader of its own reads bitsandbytes, as the method asks for
     quantization = read_json(Path(folder) / "config.json").get("quantization_config", {})
     nf4 = quantization.get("quant_method") == "bitsandbytes"
@@ -122,7 +134,7 @@ def _open_vllm(words: Mapping[str, Any], seqs: int, cpu: bool, dtype: str) -> Be
 
     def step(k: int) -> Any:
         assert llm.has_unfinished_requests(), "the requests ended before the last step"  # else nothing would be timed
-        RandomTokens.k = k
+        k_file.write_text(str(k))
         return llm.step()
 
     def begin(batch: int) -> tuple[Callable[[int], Any], float]:
