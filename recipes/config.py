@@ -26,6 +26,17 @@ class Strict(BaseModel):
 C = TypeVar("C", bound=Strict)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's booleans, true and false: to YAML 1.1 `off` is one, too, and some keys have it as a word. Keys that are
+    booleans take on, off, yes and no all the same, by pydantic's reading of text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if first in "tTfF" or tag != "tag:yaml.org,2002:bool"]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 def parse(
     model: type[C], argv: list[str], positional: tuple[str, ...] = (), about: str = ""
 ) -> tuple[C, argparse.Namespace]:
@@ -63,7 +74,7 @@ def parse(
 
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
         raise InputError(f"{path}: no such config file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as e:
@@ -89,7 +100,7 @@ def _set(values: dict[str, Any], path: str, text: str) -> None:
         if not isinstance(values, dict):
             raise InputError(f"{path}={text}: {key} is a value, not a group of keys")
     try:
-        values[last] = yaml.safe_load(text) if text else ""
+        values[last] = yaml.load(text, _Loader) if text else ""
     except yaml.YAMLError:
         values[last] = text
 

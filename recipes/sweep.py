@@ -61,6 +61,8 @@ class SweepConfig(Strict):
     """every K that is tried; 0, the target alone, always is"""
     draft_sample_methods: list[Literal["greedy", "probabilistic"]] = Field(default=["greedy"], min_length=1)
     """how the drafter draws: argmax, from its distribution, or both, compared"""
+    parallel_drafting: Literal["both", "only", "off"] = "both"
+    """of a drafter that was trained for it: all drafts from one pass, one by one, or both, compared"""
     concurrencies: list[Annotated[int, Field(ge=1)]] = Field(default=[1, 2, 4, 8], min_length=1)
     """requests in flight"""
     max_num_seqs: int | None = Field(default=None, ge=1)
@@ -89,8 +91,8 @@ class SweepConfig(Strict):
     """write what to serve with into the drafter's pair.json"""
 
 
-SHARED = ("target", "workloads", "out", "concurrencies", "repeats", "minutes", "seed", "warmup", "dtype", "enforce_eager",
-          "max_model_len", "kv_cache_gib", "start_timeout_s")  # fmt: skip
+SHARED = ("target", "workloads", "out", "parallel_drafting", "concurrencies", "repeats", "minutes", "seed", "warmup", "dtype",
+          "enforce_eager", "max_model_len", "kv_cache_gib", "start_timeout_s")  # fmt: skip
 
 
 def sweep_plan(config: SweepConfig, engine: Engine) -> tuple[Plan, ModelSource, dict[str, Answers]]:

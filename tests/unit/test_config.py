@@ -117,6 +117,18 @@ def test_yaml_that_is_none(tmp_path: Path, text: str, what: str) -> None:
     assert faults("--config", str(file)) == [f"{file}: no such config file"]
 
 
+def test_off_is_a_word_where_a_key_has_it_and_false_where_it_is_a_switch(tmp_path: Path) -> None:
+    class Switches(Strict):
+        drafting: Literal["both", "off"] = "both"
+        record: bool = True
+
+    file = tmp_path / "c.yaml"
+    file.write_text("drafting: off\nrecord: no\n")
+    for words in (["--config", str(file)], ["drafting=off", "record=off"], ["drafting=off", "record=false"]):
+        config, _ = parse(Switches, words)
+        assert (config.drafting, config.record) == ("off", False)
+
+
 def test_yaml_faults_name_the_line(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("target: x\ntrain: {steps: 1\nkind: a\n")

@@ -18,6 +18,7 @@ import pytest
 from eval import client, report, schedule, server
 from pairing.errors import InputError, PartFailedError
 from pairing.files import read_json, read_jsonl, write_json
+from pairing.mask_token import with_mask
 from pairing.pair import new_pair, read_pair
 from pairing.source import resolve
 from recipes import serve, sweep
@@ -273,6 +274,24 @@ def test_both_ways_of_drawing_are_compared(
     found = json.loads(capsys.readouterr().out)
     assert [c["arm"] for c in found["surface"]] == ["target", "drafter-k2", "drafter-probabilistic-k2"]
     assert found["mode"] == "drafter"  # alike: the one that was named first
+
+
+@pytest.mark.parametrize(
+    ("ways", "modes"),
+    [("both", ["drafter", "drafter-parallel"]), ("only", ["drafter-parallel"]), ("off", ["drafter"])],
+)
+def test_ways_of_drafting_are_compared(
+    ways: str, modes: list[str], engine: Engine, pair: tuple[Path, Path], drafter: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    config = drafter / "config.json"
+    write_json(config, with_mask(read_json(config), tiny.REAL_TOKENS))
+    asked = {"parallel_drafting": ways, "num_speculative_tokens": "[2]", "concurrencies": "[1]"}
+    assert sweep.main([*words(pair, drafter, tmp_path / "out", **asked), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [c["arm"] for c in found["surface"]] == ["target", *(f"{mode}-k2" for mode in modes)]
+    drafted = {arm: bool(said.get("parallel_drafting")) for arm, said in engine.words.items() if arm != "target"}
+    assert drafted == {f"{mode}-k2": mode.endswith("parallel") for mode in modes}
 
 
 def test_the_plan_before_anything_starts(
