@@ -39,7 +39,7 @@ def room(target: Path, drafter: Path, installed: Engine, budget: int, serving: S
     all_of_it = replace(serving, gpu_memory_utilization=1.0, kv_cache_gib=None)
     tokens = memory_numbers(t, d, installed, Memory(budget, budget), all_of_it)["kv_tokens"]
     return {
-        "bits": 8 * itemsize(t, serving, installed.backend),
+        "bits": 8 * itemsize(serving),
         "weights_mib": round(sum(t.bytes for t in d.tensors.values()) / 2**20, 2),
         "kv_blocks": (tokens or 0) // KV_BLOCK,
     }

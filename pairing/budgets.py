@@ -108,13 +108,9 @@ def budget_findings(installed: Engine, memory: Memory, length: int | None, servi
     return []
 
 
-def itemsize(model: Model, serving: Serving, backend: str) -> int:
-    """Bytes per value of activations and KV cache. auto: what the weights are, float32 lowered to 16 bit on CUDA."""
-    if serving.dtype in SERVED:
-        return SERVED[serving.dtype]
-    config = text_config(model.config)
-    named = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    return 2 if backend == "cuda" else SERVED.get(named, 4)
+def itemsize(serving: Serving) -> int:
+    """Bytes per value of activations and KV cache. auto: 16 bit, since vLLM lowers float32 by itself."""
+    return SERVED.get(serving.dtype, 2)
 
 
 def weight_bytes(model: Model, size: int) -> int:
@@ -138,7 +134,7 @@ def memory_numbers(
     "work" (logits of a full step, float32, twice), "budget" (what the engine may take), "kv_space" (left for the KV
     caches), "kv_tokens" (how many tokens both caches then hold)."""
     n = serving.tensor_parallel_size
-    size = itemsize(target, serving, installed.backend)
+    size = itemsize(serving)
     weights = [-(-weight_bytes(m, size) // n) for m in (target, drafter)]
     per_token = sum(kv_bytes_per_token(m, size, n) for m in (target, drafter))
     length = served_length(target, drafter, serving)
@@ -208,7 +204,7 @@ def servers_findings(models: Sequence[Sequence[Model]], memory: Memory, serving:
     0.5 GiB and 3.8 with a drafter of 0.2, each with 1 GiB of KV cache.
     """
     kv = (serving.kv_cache_gib or 0) * 2**30
-    needs = [PROCESSES + kv + sum(weight_bytes(m, itemsize(m, serving, "cpu")) for m in pair) for pair in models]
+    needs = [PROCESSES + kv + sum(weight_bytes(m, itemsize(serving)) for m in pair) for pair in models]
     if sum(needs) <= memory.free:
         return []
     what = f"{len(needs)} servers side by side take about {_gib(sum(needs))}, and {_gib(memory.free)} are free"

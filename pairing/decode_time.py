@@ -4,7 +4,7 @@ A config's weights are random, since time does not go by their values; quantized
 their folder, since no engine makes up packed weights. No tokenizer is read. All engines live in one child process and
 take turns in blocks of steps, so that what else the machine does falls on all of them alike. The figures are the model's own
 step, scheduler and sampler included, without a server's messages. On vLLM's CPU back end each engine has a worker process,
-as in a server: within the child OpenMP would run with other settings (docs/notebook.md).
+as in a server: within the child vLLM can't set OpenMP up.
 A verify step, which a target makes of K + 1 tokens of a request at once, is measured with a proposer that costs nothing; a
 round, K draft steps (or, in parallel, one) and the verify step, with a target and a drafter as vLLM runs them.
 Without vLLM the same is measured in transformers, and says so: its steps are slower, and not in proportion.
@@ -86,12 +86,16 @@ def open_timer(env: Mapping[str, str], log: Path, dtype: str = "auto", batch: in
     for each K in `rounds` a round of the first one with the last as its drafter (vLLM only), and for each K in `parallel` one
     whose drafts come from one pass (a config that names no mask token is given one). Each step is of a batch of
     `batch` requests, at most the `batch` of opening. What was measured before is not started again. `env` is the environment
-    for the child, `dtype` the type that vLLM computes in. The timer raises PartFailedError where the engine does not run; its
-    output is in `log`, which is removed in all other cases; InputError where a model has too few positions.
+    for the child, `dtype` the type that vLLM computes in; auto is float32 on its CPU back end. The timer raises PartFailedError
+    where the engine does not run; its output is in `log`, which is removed in all other cases; InputError where a model has too
+    few positions.
     """
     most = batch
     found = engine()
     cpu = found is None or found.backend == "cpu"
+    if dtype == "auto" and found is not None and cpu:
+        # as we serve there; vLLM's own auto makes bfloat16 of float32, in which a step of several tokens is far slower
+        dtype = "float32"
     words = (cpu_engine_env() if cpu else {}) | dict(env)
     words |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     words[DIE_WITH_PARENT] = (
