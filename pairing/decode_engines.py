@@ -7,21 +7,19 @@ import json
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TextIO
+from typing import Any
 
-from pairing.decode_time import BLOCK, BLOCKS, PROMPTS, SETTLE_S, WARM
+from pairing.decode_time import BLOCK, BLOCKS, PROMPTS, WARM
 from pairing.files import read_json
 from pairing.serving import text_config
 from pairing.source import load_model
 
 KV_BYTES = 2**28  # per engine at least
-K_FILE = "DRAFTSMITH_DRAFTED"  # names the file that holds K
 
 # reads the prompts of so many requests; returns what does one step with K drafted tokens, and the seconds it took
 Begin = Callable[[int], tuple[Callable[[int], Any], float]]
@@ -32,13 +30,6 @@ def child() -> None:
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to standard output
     opened: dict[str, Begin] = {}
-    with tempfile.NamedTemporaryFile() as k_file:
-        os.environ[K_FILE] = k_file.name
-        Path(k_file.name).write_text("0")
-        _answer_requests(opened, reply)
-
-
-def _answer_requests(opened: dict[str, Begin], reply: TextIO) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         keys = [json.dumps(item["engine"]) for item in request["items"]]
@@ -59,8 +50,6 @@ def _answer_requests(opened: dict[str, Begin], reply: TextIO) -> None:
         blocks: list[list[float]] = [[] for _ in steps]
         for _ in range(BLOCKS):
             for mine, step in zip(blocks, steps, strict=True):
-                if request["cpu"] and request["vllm"]:
-                    time.sleep(SETTLE_S)  # the worker of the block before still polls, on cores that this one needs
                 step()
                 mine.append(median(_timed(step) for _ in range(BLOCK)))
         print(json.dumps({"blocks": blocks, "prompts": [prompts[key] for key in keys]}), file=reply, flush=True)
@@ -78,10 +67,9 @@ def _prompts(folder: str, count: int, length: int) -> list[list[int]]:
 
 
 class RandomTokens:
-    """vLLM's proposer of its method custom_class: any K tokens at no cost. Nearly all are rejected, which takes as long.
+    """vLLM's proposer of its method custom_class: any K tokens at no cost. Nearly all are rejected, which takes as long."""
 
-    It lives in the engine's worker, which on the CPU back end is another process; the K of the step to come is told by a file.
-    """
+    k = 0  # of the step to come, at most num_speculative_tokens
 
     def __init__(self, vllm_config: Any) -> None:
         self.rows = int(vllm_config.model_config.get_vocab_size())
@@ -91,8 +79,7 @@ class RandomTokens:
         pass
 
     def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
-        k = int(Path(os.environ[K_FILE]).read_text())
-        return [self.random.choices(range(self.rows), k=k) for _ in sampled_token_ids]
+        return [self.random.choices(range(self.rows), k=RandomTokens.k) for _ in sampled_token_ids]
 
 
 def _has_weights(folder: str) -> bool:
@@ -103,7 +90,6 @@ def _open_vllm(words: Mapping[str, Any], seqs: int, cpu: bool, dtype: str) -> Be
     from vllm import LLM, SamplingParams
 
     folder, length = words["folder"], words["prompt"] + words["answer"]
-    k_file = Path(os.environ[K_FILE])
     # a loader of its own reads bitsandbytes, as the method asks for
     quantization = read_json(Path(folder) / "config.json").get("quantization_config", {})
     nf4 = quantization.get("quant_method") == "bitsandbytes"
@@ -118,8 +104,6 @@ def _open_vllm(words: Mapping[str, Any], seqs: int, cpu: bool, dtype: str) -> Be
         dtype=dtype,
         skip_tokenizer_init=True,
         enforce_eager=cpu,  # compiling takes minutes there
-        # in this process OpenMP would run with other settings than in a server, where vLLM gives the worker its own
-        distributed_executor_backend="mp" if cpu else None,
         max_model_len=length,
         max_num_seqs=seqs,
         max_num_batched_tokens=length * seqs,
@@ -134,7 +118,7 @@ def _open_vllm(words: Mapping[str, Any], seqs: int, cpu: bool, dtype: str) -> Be
 
     def step(k: int) -> Any:
         assert llm.has_unfinished_requests(), "the requests ended before the last step"  # else nothing would be timed
-        k_file.write_text(str(k))
+        RandomTokens.k = k
         return llm.step()
 
     def begin(batch: int) -> tuple[Callable[[int], Any], float]:

@@ -1,10 +1,9 @@
 """How long a decode step takes: models known by their config.json alone, or whole folders, in the installed engine.
 
 A config's weights are random, since time does not go by their values; quantized ones are read from
-their folder, since no engine makes up packed weights. No tokenizer is read. All engines live in one child process and
-take turns in blocks of steps, so that what else the machine does falls on all of them alike. The figures are the model's own
-step, scheduler and sampler included, without a server's messages. On vLLM's CPU back end each engine has a worker process,
-as in a server: within the child vLLM can't set OpenMP up.
+their folder, since no engine makes up packed weights. No tokenizer is read. All models live in one child process and
+take turns in blocks of steps, so that what else the machine does falls on all of them alike. In vLLM 0.32 the engine runs
+within that process: the figures are the model's own step, scheduler and sampler included, without a server's messages.
 A verify step, which a target makes of K + 1 tokens of a request at once, is measured with a proposer that costs nothing; a
 round, K draft steps (or, in parallel, one) and the verify step, with a target and a drafter as vLLM runs them.
 Without vLLM the same is measured in transformers, and says so: its steps are slower, and not in proportion.
@@ -39,9 +38,6 @@ BLOCK, BLOCKS = 8, 8  # before each block a step that does not count: the last o
 WARM = 4  # steps that do not count, after the prompt
 STEPS = WARM + BLOCKS * (BLOCK + 1) + 2  # and two for what an engine schedules ahead
 PROMPTS = 3  # times that the prompt is read
-SETTLE_S = (
-    1.2  # vLLM's processes poll each other for 1 s after their last message (0.32: busy_loop_s in shm_broadcast.py)
-)
 CHILD = "from pairing.decode_engines import child; child()"
 
 
@@ -98,9 +94,7 @@ def open_timer(env: Mapping[str, str], log: Path, dtype: str = "auto", batch: in
         dtype = "float32"
     words = (cpu_engine_env() if cpu else {}) | dict(env)
     words |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    words[DIE_WITH_PARENT] = (
-        "1"  # the engines' workers, which are processes of their own on the CPU back end, end with the child
-    )
+    words.pop(DIE_WITH_PARENT, None)
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temp, open(log, "wb") as f:
         process = subprocess.Popen(

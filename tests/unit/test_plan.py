@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from distill.batches import check_rows
 from distill.evaluate_parallel import score_rounds
 from distill.spread import max_p, spread
 from eval import plan
-from pairing import decode_engines
 from pairing.acceptance import replay_rounds
 from pairing.decode_time import StepTime, Timer
 from pairing.errors import InputError
@@ -138,21 +136,6 @@ def test_a_trained_drafter_by_hand() -> None:
     assert told["round"] == pytest.approx(1.6)
     assert told["request"] == pytest.approx((25 * 0.2 + 6) / (25 * 0.24 + 0.2 + 2 * 1.6))
     assert told["decode"] == pytest.approx(told["tau"] / 1.6)
-
-
-def test_the_free_proposer_drafts_what_another_process_was_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM makes it in the engine's worker; K is the driver's."""
-    told = tmp_path / "k"
-    monkeypatch.setenv(decode_engines.K_FILE, str(told))
-    model = SimpleNamespace(get_vocab_size=lambda: 9)
-    proposer = decode_engines.RandomTokens(SimpleNamespace(model_config=model))
-    for k in (0, 3, 1):
-        told.write_text(str(k))
-        drafts = proposer.propose([[5], [6, 7]])
-        assert [len(d) for d in drafts] == [k, k]
-        assert all(0 <= token < 9 for d in drafts for token in d)
 
 
 @given(st.integers(0, 10**6), st.sampled_from([0.3, 0.7, 1.0, 1.3, 2.0]), st.sampled_from([1, 3, 8, 20]))
