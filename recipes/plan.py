@@ -203,6 +203,8 @@ def run(config: PlanConfig, dry: bool = False) -> dict[str, Any]:
 
 def show(result: Mapping[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 200  # a file or a pipe has no edge that the table must be cut at
     known = result["spread"]
     (p, low, high), (least, most) = known["max_p_at_1"], known["max_p"]
     console.print(
