@@ -170,6 +170,21 @@ def test_parallel_drafting(
     assert not blocks(fly(serving, **pair))  # one by one it starts everywhere
 
 
+def test_a_schedule_of_several_k_does_not_go_with_one_pass() -> None:
+    """vLLM 0.32 served it, and ended at the first step with the smaller K (docs/notebook.md)."""
+    serving = Serving(max_num_seqs=8, max_model_len=512, kv_cache_gib=1, num_speculative_tokens=5)
+    pair = {"engine": Engine("0.32.0", "cpu", None), "drafter": model(pard_token=3)}
+
+    def found(schedule: list[list[int]], **more: Any) -> list[str]:
+        words = {"num_speculative_tokens_per_batch_size": schedule, **more}
+        return [f.what for f in blocks(fly(replace(serving, speculative_config=words), **pair))]
+
+    (one,) = found([[1, 1, 3], [2, 8, 5]], parallel_drafting=True)
+    assert one.startswith("num_speculative_tokens_per_batch_size asks for several K ([[1, 1, 3], [2, 8, 5]])")
+    assert not found([[1, 8, 5]], parallel_drafting=True)
+    assert not found([[1, 1, 3], [2, 8, 5]])
+
+
 def test_more_drafts_than_were_trained(tmp_path: Path) -> None:
     serving = Serving(num_speculative_tokens=6, speculative_config={"parallel_drafting": True})
     pair: dict[str, Any] = {"parallel_drafting": {"num_speculative_tokens": 6, "mask_id": 3}}
