@@ -16,7 +16,7 @@ from pairing.portable import portable, roots_of
         ("/w/proj", "."),
         ("out=/elsewhere/run/data", "out=run/data"),
         ('{"model": "/elsewhere/run/drafter"}', '{"model": "run/drafter"}'),
-        ("/root/.cache/huggingface/hub/models--Org--Name-1B/snapshots/0a1b2c", "Org/Name-1B"),
+        ("/any/.cache/huggingface/hub/models--Org--Name-1B/snapshots/0a1b2c", "Org/Name-1B"),
         ("(log: /opt/other/logs/a.log)", "(log: a.log)"),
         ("/w/project/x", "x"),
         ("tokens/s, http://127.0.0.1:80/a/b, 3/4", "tokens/s, http://127.0.0.1:80/a/b, 3/4"),

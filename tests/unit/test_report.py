@@ -349,4 +349,4 @@ def test_optional_fields_are_shown_where_they_are(tmp_path: Path) -> None:
 
 
 def test_commands_name_no_folder_of_this_machine() -> None:
-    assert report._command(["/home/me/repo/recipes/run.py", "a b"]) == "python recipes/run.py 'a b'"
+    assert report._command(["/a/repo/recipes/run.py", "a b"]) == "python recipes/run.py 'a b'"
