@@ -6,7 +6,7 @@ way of drafting (one by one or in parallel, argmax or probabilistic) with an arm
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import exp, log
 from typing import Any
 
@@ -43,8 +43,8 @@ def ratio(arm: Sequence[Row], base: Sequence[Row]) -> Ratio | None:
 def surface(arms: Sequence[Arm], results: Sequence[Row], requests: Sequence[Row]) -> list[dict[str, Any]]:
     """A row per concurrency and arm, the target first, from the lines of results.jsonl and requests.jsonl:
 
-    {"concurrency", "arm", "mode", "num_speculative_tokens", "void", "speedup", "interval" (both None for the target and void
-    cells), "output_tokens_per_s" (of the server), "tokens_per_s_per_request" (what one stream sees), "in_flight" (on
+    {"concurrency", "arm", "mode", "parallel_drafting", "num_speculative_tokens", "void", "speedup", "interval" (both None for
+    the target and void cells), "output_tokens_per_s" (of the server), "tokens_per_s_per_request" (what one stream sees), "in_flight" (on
     average), "num_draft_tokens", "drafted_per_round" (rounds without a draft count), "acceptance_length",
     "draft_acceptance_rate", "exact_match", "unexplained" (outputs that differ from the target's not by rounding)}.
     """
@@ -70,6 +70,7 @@ def _cell(arm: Arm, size: int, results: Sequence[Row], requests: Sequence[Row]) 
         "concurrency": size,
         "arm": arm.name,
         "mode": None if arm.kind == "target" else mode_of(arm.name),
+        "parallel_drafting": arm.parallel_drafting,
         "num_speculative_tokens": arm.num_speculative_tokens,
         "void": void,
         "speedup": speed[0] if speed else None,
@@ -92,13 +93,17 @@ def decide(cells: Sequence[Row], requests: Sequence[Row], max_num_seqs: int) -> 
     concurrencies, or None)}; None where the target was measured nowhere.
 
     Of several modes that one is taken whose best K gain most over all concurrencies (geometric mean); noise may choose
-    between modes that are alike, so `confirmed` measures the choice again.
+    between modes that are alike, so `confirmed` measures the choice again. With all drafts in one pass the single K is the
+    only one besides 0: a pass makes as many drafts as the engine was started for, and vLLM 0.32 ends where fewer are asked.
     """
     sizes = [c["concurrency"] for c in cells if c["num_speculative_tokens"] == 0 and not c["void"]]
     modes = list(dict.fromkeys(c["mode"] for c in cells if c["mode"]))
     if not sizes or not modes:
         return None
-    choices = {mode: [_best(cells, requests, mode, size) for size in sizes] for mode in modes}
+    fixed = {mode: _fixed(cells, mode, sizes) for mode in modes}
+    one_pass = {c["mode"] for c in cells if c["parallel_drafting"]}
+    allowed = {mode: {fixed[mode]} if mode in one_pass else None for mode in modes}
+    choices = {mode: [_best(cells, requests, mode, size, allowed[mode]) for size in sizes] for mode in modes}
     mode = max(modes, key=lambda m: _mean(b["speedup"] for b in choices[m]))
     best = choices[mode]
     winners = {b["concurrency"]: b["num_speculative_tokens"] for b in best}
@@ -106,16 +111,20 @@ def decide(cells: Sequence[Row], requests: Sequence[Row], max_num_seqs: int) -> 
     return {
         "mode": mode,
         "best": best,
-        "fixed": _fixed(cells, mode, sizes),
+        "fixed": fixed[mode],
         "schedule": schedule.filled(winners, max_num_seqs),
         "pays_up_to": max(pays, default=None),
         "stops_at": next((size for size in sizes if size > max(pays, default=0)), None),
     }
 
 
-def _best(cells: Sequence[Row], requests: Sequence[Row], mode: str, size: int) -> dict[str, Any]:
-    """The winner of a mode among the cells of one concurrency that are not void; K = 0 at a speedup of 1 is the target."""
+def _best(
+    cells: Sequence[Row], requests: Sequence[Row], mode: str, size: int, allowed: Collection[int | None] | None
+) -> dict[str, Any]:
+    """The winner of a mode among the cells of one concurrency that are not void and whose K is allowed (None: every K);
+    K = 0 at a speedup of 1 is the target."""
     held = {c["num_speculative_tokens"]: c for c in cells if c["mode"] == mode and c["concurrency"] == size}
+    held = {k: c for k, c in held.items() if allowed is None or k in allowed}
     answers = {k: pooled(requests, c["arm"], size) for k, c in held.items() if not c["void"]}
     answers[0] = pooled(requests, "target", size)
     found = {(a, b): ratio(answers[a], answers[b]) for a in answers for b in answers if a > b}
@@ -174,6 +183,21 @@ def notes(cells: Sequence[Row], found: Row | None, results: Sequence[Row], max_n
                 f"K = {k} with {r['concurrency']} in flight is slower than the target alone on {r['workload']} "
                 f"({r['speedup']:.2f}x), though faster on all workloads together."
             )
+    return said
+
+
+def losses(confirmed: Sequence[Row], idle: float) -> list[str]:
+    """Where the lines of `confirmed` say that their arm is void or measurably slower than the target alone, a sentence each.
+
+    A drafter that is loaded and asked for no draft may cost `idle`, a part of the speed.
+    """
+    said = []
+    for c in confirmed:
+        where = f"Measured once more, {c['arm']} with {c['concurrency']} in flight"
+        if c["void"]:
+            said.append(f"{where} is void: {c['void']}.")
+        elif c["interval"] and c["interval"][1] < (1 if c["asked"] else 1 - idle):
+            said.append(f"{where} is slower than the target alone ({c['speedup']:.2f}x).")
     return said
 
 

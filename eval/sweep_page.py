@@ -36,7 +36,10 @@ def sentence(sweep: Row) -> str:
         return "Not measurable: the target alone was measured at no number of requests in flight."
     if sweep["answer"] == "none":
         return "Do not deploy: speculation pays at no number of requests in flight that was measured."
-    confirmed = [c for c in sweep["confirmed"] if c["interval"] and not c["void"]]
+    served = next(
+        (c["arm"] for c in reversed(sweep["confirmed"])), None
+    )  # after the schedule, where one K took its place
+    confirmed = [c for c in sweep["confirmed"] if c["arm"] == served and c["interval"] and not c["void"]]
     speeds = ", ".join(
         f"{c['speedup']:.2f}x ({c['interval'][0]:.2f} to {c['interval'][1]:.2f}) at {c['concurrency']}"
         for c in confirmed

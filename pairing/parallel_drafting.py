@@ -15,16 +15,17 @@ WHERE = "parallel drafting"
 
 
 def parallel_findings(config: Mapping[str, Any], serving: Serving) -> list[Finding]:
-    """Without a mask id in the drafter's config vLLM fails at start, after it has loaded both models. With a schedule it fails
-    (0.32) at the first step for which that asks less than the largest K: one pass makes as many drafts in any case."""
+    """Without a mask id in the drafter's config vLLM fails at start, after it has loaded both models. With a schedule of
+    several K it fails (0.32) at the first step for which that asks less than the largest, as one pass makes as many drafts
+    in any case; K = 0 goes."""
     words = serving.speculation("")
     if not words.get("parallel_drafting"):
         return []
     schedule = words.get("num_speculative_tokens_per_batch_size") or []
     well_formed = isinstance(schedule, list) and all(isinstance(e, list | tuple) and len(e) == 3 for e in schedule)
-    if well_formed and len({str(k) for _, _, k in schedule}) > 1:
+    if well_formed and len({str(k) for _, _, k in schedule} - {"0"}) > 1:
         what = f"num_speculative_tokens_per_batch_size asks for several K ({schedule}), and one pass makes the largest always"
-        return [stop(what, WHERE, "give one num_speculative_tokens, or leave parallel_drafting out")]
+        return [stop(what, WHERE, "give one K (and 0 where nothing is to be drafted), or leave parallel_drafting out")]
     if mask_id_of(config) is not None:
         return []
     what = f"the drafter's config.json names no mask token ({', '.join(CONFIG_KEYS)}), which parallel_drafting needs"

@@ -188,20 +188,24 @@ def swept(config: SweepConfig, plan: Plan, run: Run) -> Row:
     chosen = schedule_arm(plan, found)
     fixed = next(arm for arm in plan.arms if arm.name == sweep.arm_name(found["mode"], found["fixed"]))
     best, single = confirm(plan, chosen, fixed, config.out / "confirm", run)
-    arm, judged = chosen, best
+    arm, lost = chosen, sweep.losses(best, IDLE)
     if missed := [c for c in best if c["ignored"]]:
-        arm, judged = fixed, single
         drafted = ", ".join(f"{c['drafted_per_round']:.2f} with {c['concurrency']} in flight (asked: {c['asked']})"
                             for c in missed)  # fmt: skip
         report["notes"].append(
             f"This engine ignores the schedule: it drafted {drafted} a round, as with a fixed K = "
             f"{chosen.num_speculative_tokens}. The best fixed K is {fixed.num_speculative_tokens}."
         )
-    lost = [c for c in judged if c["void"] or (c["interval"] and c["interval"][1] < (1 if c["asked"] else 1 - IDLE))]
-    for c in lost:
-        what = f"is void: {c['void']}" if c["void"] else f"is slower than the target alone ({c['speedup']:.2f}x)"
-        report["notes"].append(f"Measured once more, {arm.name} with {c['concurrency']} in flight {what}.")
-    report |= {"confirmed": best, "answer": "not confirmed" if lost else "schedule" if arm.schedule else "fixed"}
+        arm, lost = fixed, sweep.losses(single, IDLE)
+    elif lost and chosen != fixed and not sweep.losses(single, IDLE):
+        report["notes"] += [
+            *lost,
+            f"K = {fixed.num_speculative_tokens} at every batch size is slower nowhere: serve that.",
+        ]
+        arm, lost = fixed, []
+    report["notes"] += lost
+    shown = best if arm == chosen else [*best, *single]
+    report |= {"confirmed": shown, "answer": "not confirmed" if lost else "schedule" if arm.schedule else "fixed"}
     if not lost:
         keys = ("num_speculative_tokens", "draft_sample_method", "parallel_drafting")
         report["serve"] = {key: value for key, value in asdict(arm).items() if key in keys} | {

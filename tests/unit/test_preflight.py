@@ -182,6 +182,7 @@ def test_a_schedule_of_several_k_does_not_go_with_one_pass() -> None:
     (one,) = found([[1, 1, 3], [2, 8, 5]], parallel_drafting=True)
     assert one.startswith("num_speculative_tokens_per_batch_size asks for several K ([[1, 1, 3], [2, 8, 5]])")
     assert not found([[1, 8, 5]], parallel_drafting=True)
+    assert not found([[1, 4, 5], [5, 8, 0]], parallel_drafting=True)
     assert not found([[1, 1, 3], [2, 8, 5]])
 
 

@@ -38,6 +38,7 @@ class Engine:
         self.dies_at: tuple[str, int] | None = None  # (arm, requests in flight)
         self.stops_after: int | None = None  # calls that are answered before a Ctrl-C
         self.cost = 0.1
+        self.idle = 0.0  # of a step, for a drafter that is loaded and asked for no draft
         self.started: list[str] = []
         self.calls = 0
         self.count: dict[str, Counter[str]] = {}
@@ -75,7 +76,8 @@ class Engine:
         )  # fmt: skip
         answers = []
         for i, _ in enumerate(prompts):
-            step = 0.1 * (1 + self.cost * k * in_flight) * (1 + (self.noise if k == 2 else 0) * (-1) ** i)
+            idle = self.idle * (planned is not None and not k)
+            step = 0.1 * (1 + self.cost * k * in_flight + idle) * (1 + (self.noise if k == 2 else 0) * (-1) ** i)
             at, held = [(0.1, 1)], 1
             while held < TOKENS:
                 new = min(1 + accepted, TOKENS - held)
@@ -195,7 +197,8 @@ def test_an_engine_that_ignores_the_schedule_is_told_and_served_with_one_k(
     engine.honours = False
     assert sweep.main([*words(pair, drafter, tmp_path / "out", concurrencies="[1, 4]"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [c["ignored"] for c in found["confirmed"]] == [None, True]
+    assert [c["ignored"] for c in found["confirmed"] if c["arm"] == "schedule"] == [None, True]
+    assert {c["arm"] for c in found["confirmed"]} == {"schedule", f"drafter-k{found['fixed']}"}
     assert any("ignores the schedule: it drafted 4.00 with 4 in flight (asked: 2)" in note for note in found["notes"])
     assert (found["answer"], found["serve"]["num_speculative_tokens_per_batch_size"]) == ("fixed", None)
     assert found["serve"]["num_speculative_tokens"] == found["fixed"]
@@ -284,14 +287,52 @@ def test_ways_of_drafting_are_compared(
     ways: str, modes: list[str], engine: Engine, pair: tuple[Path, Path], drafter: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    config = drafter / "config.json"
-    write_json(config, with_mask(read_json(config), tiny.REAL_TOKENS))
+    parallel(drafter)
     asked = {"parallel_drafting": ways, "num_speculative_tokens": "[2]", "concurrencies": "[1]"}
     assert sweep.main([*words(pair, drafter, tmp_path / "out", **asked), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [c["arm"] for c in found["surface"]] == ["target", *(f"{mode}-k2" for mode in modes)]
     drafted = {arm: bool(said.get("parallel_drafting")) for arm, said in engine.words.items() if arm != "target"}
     assert drafted == {f"{mode}-k2": mode.endswith("parallel") for mode in modes}
+
+
+def parallel(drafter: Path) -> None:
+    config = drafter / "config.json"
+    write_json(config, with_mask(read_json(config), tiny.REAL_TOKENS))
+
+
+def test_with_all_drafts_in_one_pass_the_schedule_has_one_k(
+    engine: Engine, pair: tuple[Path, Path], drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One by one K = 4 is best at 1 and K = 2 at 4; one pass can't draft fewer than it was started for: K = 2 at both."""
+    parallel(drafter)
+    out = tmp_path / "out"
+    assert sweep.main([*words(pair, drafter, out, parallel_drafting="only"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {b["concurrency"]: b["num_speculative_tokens"] for b in found["best"]} == {1: 2, 4: 2, 16: 0}
+    assert (found["fixed"], found["schedule"], found["answer"]) == (2, [[1, 4, 2], [5, 16, 0]], "schedule")
+    assert engine.words["schedule"]["parallel_drafting"] is True
+    assert read_pair(drafter)["serve"]["num_speculative_tokens_per_batch_size"] == found["schedule"]
+    assert (
+        serve.main([str(drafter), "max_num_seqs=16", "max_model_len=256", "--dry-run"]) == 0
+    )  # pre-flight lets it pass
+
+
+def test_a_schedule_that_loses_where_one_k_does_not_gives_way_to_it(
+    engine: Engine, pair: tuple[Path, Path], drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At 8 in flight K = 2 is not measurably faster than none, so the schedule says 0; but a drafter at rest isn't free."""
+    engine.idle, engine.noise = 0.2, 0.6
+    asked = {"concurrencies": "[1, 8]", "num_speculative_tokens": "[2]"}
+    out = tmp_path / "out"
+    assert sweep.main([*words(pair, drafter, out, **asked), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schedule"] == [[1, 1, 2], [2, 8, 0]]
+    assert (found["answer"], found["serve"]["num_speculative_tokens_per_batch_size"]) == ("fixed", None)
+    assert any("schedule with 8 in flight is slower than the target alone (0.8" in note for note in found["notes"])
+    assert "K = 2 at every batch size is slower nowhere: serve that." in found["notes"]
+    assert [c["arm"] for c in found["confirmed"]] == ["schedule", "schedule", "drafter-k2", "drafter-k2"]
+    assert "Deploy the drafter with K = 2 at every batch size" in report.build(out)
 
 
 def test_the_plan_before_anything_starts(
