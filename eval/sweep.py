@@ -44,8 +44,8 @@ def surface(arms: Sequence[Arm], results: Sequence[Row], requests: Sequence[Row]
     """A row per concurrency and arm, the target first, from the lines of results.jsonl and requests.jsonl:
 
     {"concurrency", "arm", "mode", "parallel_drafting", "num_speculative_tokens", "void", "speedup", "interval" (both None for
-    the target and void cells), "output_tokens_per_s" (of the server), "tokens_per_s_per_request" (what one stream sees), "in_flight" (on
-    average), "num_draft_tokens", "drafted_per_round" (rounds without a draft count), "acceptance_length",
+    the target and void cells), "output_tokens_per_s" (of the server), "tokens_per_s_per_request" (what one stream sees),
+    "in_flight" (on average), "num_draft_tokens", "drafted_per_round" (rounds without a draft count), "acceptance_length",
     "draft_acceptance_rate", "exact_match", "unexplained" (outputs that differ from the target's not by rounding)}.
     """
     sizes = sorted({r["concurrency"] for r in results})
