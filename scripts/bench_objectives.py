@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -26,14 +27,16 @@ from accelerate import Accelerator
 from distill.answers import open_answers
 from distill.objective import auto
 from pairing.errors import InputError
-from pairing.files import new_folder
-from pairing.init import copy_companions
+from pairing.files import new_folder, read_json
+from pairing.init import copy_companions, init_drafter, spaced
 from pairing.source import load_model, resolve
+from pairing.width import importance, influential, shape_of
 from scripts import bench_common as common
 from scripts.bench_common import Row, spec, table
 
 # An arm is an objective on the record's K most likely tokens (`cache`), or on the online target's whole distribution. Losses that
 # a record can give are compared on it: that is how they are used, and an online step costs more than twice as much.
+# The last arms ask which of the target's layers to begin with, as many as --draft has: "auto, K=32" begins with --draft itself.
 ARMS: dict[str, Row] = {
     "fkl, K=32": {"losses": {"forward_kl": 1.0}, "cache": 32},
     "fkl, K=8": {"losses": {"forward_kl": 1.0}, "cache": 8},
@@ -43,7 +46,12 @@ ARMS: dict[str, Row] = {
     "lk, K=32": {"losses": {"lk_hybrid": 1.0}, "cache": 32},
     "fkl + 0.1 ce, K=32": {"losses": {"forward_kl": 1.0, "cross_entropy": 0.1}, "cache": 32},
     "auto, K=32": {"losses": "auto", "cache": 32},
+    "auto, from the first layers": {"losses": "auto", "cache": 32, "layers": "first"},
+    "auto, from the last layers": {"losses": "auto", "cache": 32, "layers": "last"},
+    "auto, from spaced layers": {"losses": "auto", "cache": 32, "layers": "spaced"},
+    "auto, from layers of most influence": {"losses": "auto", "cache": 32, "layers": "influence"},
 }
+TEXTS = 24  # training answers on which influence is measured
 REFERENCE = "fkl, K=32"
 
 
@@ -98,6 +106,7 @@ def run(args: Any) -> list[Row]:
             seed=seed,
             losses=losses_of(arm, temperature),
             cache=ARMS[arm].get("cache"),
+            **{key: value for key, value in ARMS[arm].items() if key == "layers"},
             **pair,
             **same,
         )
@@ -118,9 +127,34 @@ def losses_of(arm: str, temperature: float) -> Any:
 
 
 def child(task: Row) -> Row:
+    with tempfile.TemporaryDirectory(prefix="draftsmith-") as temp:
+        return trained(task, start_of(task, Path(temp)))
+
+
+def start_of(task: Row, temp: Path) -> Path:
+    """The drafter that the run begins with: --draft, or as many of the target's layers, chosen as its arm says."""
+    draft = Path(task["draft"])
+    if "layers" not in task:
+        return draft
+    target = resolve(task["target"])
+    config = read_json(target.path / "config.json")
+    count, of = read_json(draft / "config.json")["num_hidden_layers"], config["num_hidden_layers"]
+    if task["layers"] == "influence":
+        rows = open_answers(Path(task["train"])).data
+        texts = [row["input_ids"] for row in rows.select(range(min(TEXTS, len(rows))))]
+        layers = influential(importance(load_model(target.path), texts, shape_of(config)).influence_L, count)
+    else:
+        choices = {"first": range(count), "last": range(of - count, of), "spaced": spaced(count, of)}
+        layers = list(choices[task["layers"]])
+    init_drafter(target, temp / "draft", layers)
+    return temp / "draft"
+
+
+def trained(task: Row, start: Path) -> Row:
     torch.set_num_threads(task["threads"])
     accelerator = Accelerator(cpu=task["device"] == "cpu")
-    draft = load_model(Path(task["draft"]))
+    draft = load_model(start)
+    layers = {"from": read_json(start / "pair.json")["made"][-1]["layers"]} if "layers" in task else {}
     rows = common.load_rows(Path(task["train"]), draft, "train")
     target = None if task["cache"] else load_model(Path(task["target"]))
     done = common.train(
@@ -129,7 +163,7 @@ def child(task: Row) -> Row:
     )  # fmt: skip
     del target
     if "keep" in task:
-        keep(draft, Path(task["draft"]), kept_at(task))
+        keep(draft, start, kept_at(task))
     scores = common.scored(draft, common.load_rows(Path(task["heldout"]), draft, "held-out"), accelerator)
     found = common.means(scores)
     return {
@@ -137,6 +171,7 @@ def child(task: Row) -> Row:
         "seconds": done[-1]["seconds"],
         "loss": done[-1]["loss"],
         "scores": scores,
+        **layers,
         "machine": common.machine(task["threads"]),
         "said": f"top-1 {found['top1']:.3f}, τ {found['tau']:.3f}, {done[-1]['seconds']:.0f} s",
     }

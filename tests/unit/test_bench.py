@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from distill.losses import LOSSES
+from pairing.files import read_json
 from pairing.source import load_model, load_tokenizer
 from scripts import bench_common as common
 from scripts import bench_distill, bench_objectives, bench_parallel, bench_quantize, bench_served
@@ -139,6 +140,20 @@ def test_a_kept_drafter_loads_with_its_tokenizer(pair: dict[str, Path], tmp_path
     again = load_model(kept)
     assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), again.parameters(), strict=True))
     assert len(load_tokenizer(kept)) == len(load_tokenizer(pair["draft"]))
+
+
+def test_a_run_begins_with_the_layers_that_its_arm_names(tmp_path: Path) -> None:
+    target, draft = folder(tmp_path / "target", layers=4), folder(tmp_path / "draft", layers=2, seed=1)
+    train = store(tmp_path / "train", answered(target, 4, seed=0), target)
+    task = {"target": str(target), "draft": str(draft), "train": str(train)}
+    assert bench_objectives.start_of(task, tmp_path) == draft
+    old = load_model(target).model.layers
+    for layers, chosen in (("first", [0, 1]), ("last", [2, 3]), ("spaced", [0, 3]), ("influence", None)):
+        start = bench_objectives.start_of(task | {"layers": layers}, tmp_path / layers)
+        made = read_json(start / "pair.json")["made"][-1]["layers"]
+        assert chosen in (None, made)
+        for number, new in zip(made, load_model(start).model.layers, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(old[number].parameters(), new.parameters(), strict=True))
 
 
 def test_what_4_bits_lose_is_counted_from_the_trained_drafter_in_full_precision() -> None:
