@@ -43,8 +43,10 @@ Row = dict[str, Any]
 Known = tuple[LogProbs, Mapping[tuple[str, str], Sequence[int]]]  # of recipes.measure.recorded
 Run = Callable[[Plan, Path], tuple[list[Row], list[Row]]]  # measures a plan into a folder: its surface, its requests
 
-IDLE = (
-    0.05  # where the schedule says K = 0, a drafter that is loaded and does not draft may cost this part of the speed
+IDLE = 0.05  # where the schedule says K = 0, a drafter that is loaded and asked for no draft may cost this part of the speed
+ONE_SERVER = (
+    "Every K was measured on one server (repeats=1): what the machine did differently from one server to the next is in the "
+    "figures and not in their intervals. With repeats=2 each has a second one, in reverse order."
 )
 
 
@@ -179,7 +181,10 @@ def swept(config: SweepConfig, plan: Plan, run: Run) -> Row:
         "mode": None, "best": [], "fixed": None, "schedule": [[1, most, 0]], "pays_up_to": None, "stops_at": None,
         **(found or {}),
         "confirmed": [],
-        "notes": sweep.notes(cells, found, read_jsonl(config.out / "results.jsonl"), most),
+        "notes": [
+            *([ONE_SERVER] if config.repeats == 1 else []),
+            *sweep.notes(cells, found, read_jsonl(config.out / "results.jsonl"), most),
+        ],
         "serve": None,
         "surface": cells,
     }  # fmt: skip
@@ -302,7 +307,8 @@ def main(argv: list[str]) -> int:
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        describe(report, Console(highlight=False))
+        width = None if sys.stdout.isatty() else 160  # in a log no table is cut short
+        describe(report, Console(highlight=False, width=width))
     if report["answer"] == "not measurable":
         raise PartFailedError("the target alone was measured at no concurrency: see the notes above")
     return 0 if report["serve"] else 1
