@@ -160,6 +160,7 @@ def notes(cells: Sequence[Row], found: Row | None, results: Sequence[Row], max_n
     for low, high in schedule.gaps(list(chosen), max_num_seqs):
         ks = sorted({schedule.k_at(found["schedule"], s) for s in range(low, high + 1)})
         why = "above what was measured" if low > max(chosen) else "the smaller K of the sizes measured around them"
+        why = "as at every size" if len(found["schedule"]) == 1 else why
         where = f"size {low} was" if low == high else f"sizes {low} to {high} were"
         said.append(f"Batch {where} not measured: K = {', '.join(map(str, ks))}, {why}.")
     for c in cells:

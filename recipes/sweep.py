@@ -181,14 +181,14 @@ def swept(config: SweepConfig, plan: Plan, run: Run) -> Row:
         "mode": None, "best": [], "fixed": None, "schedule": [[1, most, 0]], "pays_up_to": None, "stops_at": None,
         **(found or {}),
         "confirmed": [],
-        "notes": [
-            *([ONE_SERVER] if config.repeats == 1 else []),
-            *sweep.notes(cells, found, read_jsonl(config.out / "results.jsonl"), most),
-        ],
+        "tried": None,
+        "notes": [ONE_SERVER] if config.repeats == 1 else [],
         "serve": None,
         "surface": cells,
     }  # fmt: skip
+    results = read_jsonl(config.out / "results.jsonl")
     if found is None or found["pays_up_to"] is None:
+        report["notes"] += sweep.notes(cells, found, results, most)
         return report
     chosen = schedule_arm(plan, found)
     fixed = next(arm for arm in plan.arms if arm.name == sweep.arm_name(found["mode"], found["fixed"]))
@@ -208,7 +208,9 @@ def swept(config: SweepConfig, plan: Plan, run: Run) -> Row:
             f"K = {fixed.num_speculative_tokens} at every batch size is slower nowhere: serve that.",
         ]
         arm, lost = fixed, []
-    report["notes"] += lost
+    if arm != chosen:
+        report |= {"tried": report["schedule"], "schedule": [[1, most, fixed.num_speculative_tokens]]}
+    report["notes"] += [*lost, *sweep.notes(cells, report, results, most)]
     shown = best if arm == chosen else [*best, *single]
     report |= {"confirmed": shown, "answer": "not confirmed" if lost else "schedule" if arm.schedule else "fixed"}
     if not lost:

@@ -310,7 +310,7 @@ def test_a_sweeps_page_shows_the_best_of_each_way_and_folds_the_rest(tmp_path: P
     assert found["serve"] == sweep["serve"]
     assert page.count("<summary>All 12 arms; above: the fastest K of each</summary>") == 4
     tables = re.findall(r'<table class="measured">.*?</table>', page, re.DOTALL)
-    brief = next(t for t in tables if ">identical<" in t and "drafter-parallel-k" in t)
+    brief = next(t for t in tables if ">result<" in t and "drafter-parallel-k" in t)
     assert brief.count('<th scope="row">') == 3  # the target, and each way of drafting at its fastest K
     grids = re.findall(r'<table class="measured grid">.*?</table>', page, re.DOTALL)
     assert [g.count("<tr>") for g in grids] == [5, 5]

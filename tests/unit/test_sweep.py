@@ -327,7 +327,8 @@ def test_a_schedule_that_loses_where_one_k_does_not_gives_way_to_it(
     out = tmp_path / "out"
     assert sweep.main([*words(pair, drafter, out, **asked), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["schedule"] == [[1, 1, 2], [2, 8, 0]]
+    assert (found["tried"], found["schedule"]) == ([[1, 1, 2], [2, 8, 0]], [[1, 8, 2]])
+    assert "Batch sizes 2 to 7 were not measured: K = 2, as at every size." in found["notes"]
     assert (found["answer"], found["serve"]["num_speculative_tokens_per_batch_size"]) == ("fixed", None)
     assert any("schedule with 8 in flight is slower than the target alone (0.8" in note for note in found["notes"])
     assert "K = 2 at every batch size is slower nowhere: serve that." in found["notes"]
