@@ -9,7 +9,7 @@ from typing import Any
 
 from eval import plots
 from eval.compare import change, compare, key_of, span, where
-from eval.report import cell_name, environment, figure, folders, measured_on, times
+from eval.page import cell_name, environment, figure, folders, measured_on, times
 from eval.run_results import Run, load
 from pairing.portable import portable
 

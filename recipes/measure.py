@@ -34,7 +34,7 @@ from distill.evaluate import score_prompts
 from distill.evaluate_parallel import score_rounds
 from eval import requirements, server
 from eval.measure import AGAIN, Arm, Plan, Request, measure
-from eval.report import markdown_results
+from eval.report_text import markdown_results
 from eval.results import Offline, write_results
 from pairing.acceptance import acceptance_length_of, replay, replay_rounds, uniform_starts
 from pairing.alignment import check_pair, tokens_by_id

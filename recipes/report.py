@@ -21,7 +21,8 @@ if __package__ in (None, ""):  # launched by path: sys.path[0] is recipes/, wher
 
 from rich.console import Console
 
-from eval import compare_page, report
+from eval import compare_page, report, report_text
+from eval.page import figure
 from pairing.errors import InputError
 from pairing.files import write_json, write_text
 from recipes.config import Strict, guarded, parse
@@ -53,7 +54,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> dict[str, Any]:
 def print_verdict(run_dir: Path, found: dict[str, Any], console: Console) -> None:
     """The table, the sentence, and what is wrong with either."""
     if found["cells"]:
-        console.print(report.tables(run_dir))
+        console.print(report_text.tables(run_dir))
     console.print(found["sentence"], style="bold", markup=False)
     for void in found["void"]:
         console.print(f"! {void['arm']} on {void['workload']} is void: {void['reason']}", style="yellow", markup=False)
@@ -77,7 +78,7 @@ def compared(config: ReportConfig, a: Path, b: Path, as_json: bool, dry_run: boo
     else:
         console = Console(highlight=False)
         for d in found["differences"]:
-            words = f"differs: {d['what']}: {report.figure(d['a'])} in A, {report.figure(d['b'])} in B"
+            words = f"differs: {d['what']}: {figure(d['a'])} in A, {figure(d['b'])} in B"
             console.print(words, style="yellow", markup=False, soft_wrap=True)
         console.print(found["sentence"], style="bold", markup=False)
         console.print(f"\n{out}", style="dim", markup=False, soft_wrap=True)
@@ -100,7 +101,7 @@ def main(argv: list[str]) -> int:
     if args.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
     elif config.markdown:
-        print(report.markdown(config.run_dir), end="")
+        print(report_text.markdown(config.run_dir), end="")
     else:
         console = Console(highlight=False)
         print_verdict(config.run_dir, found, console)

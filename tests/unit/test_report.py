@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from eval import plots, report
+from eval import plots, report, report_run, report_text
+from eval.page import cell_name, percent
 from pairing.errors import InputError
 from pairing.files import read_json, read_jsonl, write_json, write_jsonl
 from recipes.report import main, write_report
@@ -109,7 +110,7 @@ def test_text_of_models_and_users_is_escaped(run_dir: Path, tmp_path: Path) -> N
     assert {tag for tag, _ in Outline(page).tags} & {"script", "img"} == set()
     assert "<script" not in page
     assert "onerror=alert(1)>" not in page
-    assert "<script" not in report.markdown(folder)
+    assert "<script" not in report_text.markdown(folder)
     assert "&lt;script&gt;fetch(" in page
 
 
@@ -183,18 +184,18 @@ def test_a_measure_folder_alone_is_enough(run_dir: Path) -> None:
 
 def test_markdown_is_a_table_that_holds_whatever_the_names_are(tmp_path: Path) -> None:
     rows = [result("target", "target"), result("a|b", "draft_model", void="x | y")]
-    text = report.markdown_results(rows)
+    text = report_text.markdown_results(rows)
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {9}
     assert "void: x \\| y" in text
 
 
 def test_shares_near_one_and_zero_keep_the_digits_that_tell() -> None:
-    assert report.percent(0.996).replace("\u00a0", " ") == "99.6 %"
-    assert report.percent(1.0).replace("\u00a0", " ") == "100 %"
-    assert report.percent(0.003).replace("\u00a0", " ") == "0.3 %"
-    assert report.percent(0.0).replace("\u00a0", " ") == "0 %"
-    assert report.percent(None) == "–"
+    assert percent(0.996).replace("\u00a0", " ") == "99.6 %"
+    assert percent(1.0).replace("\u00a0", " ") == "100 %"
+    assert percent(0.003).replace("\u00a0", " ") == "0.3 %"
+    assert percent(0.0).replace("\u00a0", " ") == "0 %"
+    assert percent(None) == "–"
 
 
 def test_the_command_writes_page_and_verdict_and_answers(
@@ -270,7 +271,7 @@ def test_a_page_names_no_folder_of_this_machine(run_dir: Path, tmp_path: Path) -
                    settings={"command": f"vllm serve {cwd}/models/t --model {own}"}, **drafted([3, 2, 1, 0], 4)),
             result("dead", "draft_model", void=f"it died (log: {here}/measure/logs/dead.log)")]  # fmt: skip
     write_jsonl(folder / "measure" / "results.jsonl", rows)
-    page, text = report.build(folder), report.markdown(folder)
+    page, text = report.build(folder), report_text.markdown(folder)
     for place in (here, cwd, home + "/", str(tmp_path), "/srv/data", socket.gethostname() + " "):
         assert place not in page, place
         assert place not in text, place
@@ -342,11 +343,8 @@ def test_optional_fields_are_shown_where_they_are(tmp_path: Path) -> None:
     assert "was not reached: drafter" in plain
     assert "3.50 0 to 256, 30 rounds 2.25 256 and more, 9 rounds" in plain
     assert "drafter &lt; 0.001 5120 no: outputs differ" in plain
-    assert (
-        report.cell_name({**hot, "concurrency": None, "rate": 2.5})
-        == "hot, temperature 0.7, 2.5 requests sent a second"
-    )
+    assert cell_name({**hot, "concurrency": None, "rate": 2.5}) == "hot, temperature 0.7, 2.5 requests sent a second"
 
 
 def test_commands_name_no_folder_of_this_machine() -> None:
-    assert report._command(["/a/repo/recipes/run.py", "a b"]) == "python recipes/run.py 'a b'"
+    assert report_run.command(["/a/repo/recipes/run.py", "a b"]) == "python recipes/run.py 'a b'"
