@@ -12,266 +12,41 @@ recorded distribution also gives the acceptance length that is to be expected, a
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 if __package__ in (None, ""):  # launched by path: sys.path[0] is recipes/, where `import distill` would find a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from accelerate import Accelerator
-from pydantic import Field
 from rich.console import Console
 
-from distill.answers import Answers, open_answers, require_target
+from distill.answers import Answers
 from distill.batches import Rows, check_rows
 from distill.evaluate import score_prompts
 from distill.evaluate_parallel import score_rounds
 from eval import requirements, server
-from eval.measure import AGAIN, Arm, Plan, Request, measure
+from eval.measure import Arm, Plan, measure
 from eval.report_text import markdown_results
 from eval.results import Offline, write_results
 from pairing.acceptance import acceptance_length_of, replay, replay_rounds, uniform_starts
-from pairing.alignment import check_pair, tokens_by_id
+from pairing.alignment import tokens_by_id
 from pairing.bootstrap import interval
-from pairing.budgets import device_memory, servers_findings
 from pairing.card import write_card
-from pairing.engine import Engine, require_vllm
+from pairing.engine import require_vllm
 from pairing.errors import InputError
-from pairing.files import read_json, read_jsonl, write_jsonl
+from pairing.files import read_jsonl, write_jsonl
 from pairing.mask_token import mask_id_of
 from pairing.pair import update_pair
 from pairing.parallel_drafting import trained_findings
-from pairing.preflight import Serving, require_start
-from pairing.serving_plan import Model
-from pairing.source import ModelSource, load_model, load_tokenizer, resolve
-from pairing.speculators import require_speculator, require_suffix
-from pairing.weights import read_headers
-from recipes.config import Strict, guarded, parse
+from pairing.source import load_model, load_tokenizer, resolve
+from recipes.config import guarded, parse
+from recipes.measure_config import MeasureConfig
+from recipes.measure_plan import plan_of, preflight_of
 from recipes.run_folder import open_run, provenance
-
-
-class WorkloadConfig(Strict):
-    answers: Path
-    """answers folder of `generate`: its prompts are sent"""
-    limit: int = Field(default=16, ge=2)
-    """prompts sent; groups keep their shares"""
-    max_tokens: int = Field(default=128, ge=1)
-    """longest answer; answers end where they end by themselves"""
-
-
-class SpeculatorConfig(Strict):
-    model: Path
-    """folder of a checkpoint that drafts from the target's hidden states"""
-    method: Literal["auto", "eagle3", "eagle", "medusa", "mlp_speculator"] = "auto"
-    """auto: what its config.json says"""
-    num_speculative_tokens: int | None = Field(default=None, ge=1, le=32)
-    """K of this arm; null: num_speculative_tokens"""
-
-
-class MeasureConfig(Strict):
-    target: str
-    """hub id, folder or .gguf file"""
-    drafters: dict[str, str] = Field(default_factory=dict)
-    """arm name -> drafter folder"""
-    speculators: dict[str, SpeculatorConfig] = Field(default_factory=dict)
-    """arm name -> head that others trained for this target: EAGLE, EAGLE-3, Medusa"""
-    workloads: dict[str, WorkloadConfig]
-    """name -> prompts"""
-    out: Path
-    """run folder: results.jsonl, requests.jsonl, logs"""
-    num_speculative_tokens: int = Field(default=4, ge=1, le=32)
-    """K, of every arm that drafts"""
-    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
-    """how drafters draw: argmax, or from their distribution"""
-    parallel_drafting: Literal["both", "only", "off"] = "both"
-    """of drafters that were trained for it: measured both ways, the arm NAME-parallel taking all drafts from one pass"""
-    parallel_num_speculative_tokens: int | None = Field(default=None, ge=1, le=32)
-    """K of the parallel arms, whose drafts cost less and so may be more; null: num_speculative_tokens"""
-    ngram: bool = True
-    """measure vLLM's n-gram proposer too"""
-    suffix: bool = False
-    """measure vLLM's suffix proposer too; needs the package arctic-inference"""
-    assisted: bool = False
-    """measure assisted generation and prompt lookup in transformers too, offline, beside its own target"""
-    arms: list[str] | None = None
-    """of the arms that this config makes those to measure, beside the target alone; null: all"""
-    temperatures: list[Annotated[float, Field(ge=0)]] = Field(default=[0.0], min_length=1)
-    """of the target's sampling, in every arm"""
-    concurrencies: list[Annotated[int, Field(ge=1)]] = Field(default=[1], min_length=1)
-    """requests in flight"""
-    rates: list[Annotated[float, Field(gt=0)]] = Field(default=[])
-    """requests/s that arrive by a Poisson process, whoever is still being answered; one server at a time"""
-    repeats: int = Field(default=2, ge=1)
-    """times that every prompt is sent to every arm; with `precision` at most so many"""
-    minutes: float | None = None
-    """begin no further repeat after this long; the first is always finished"""
-    precision: float | None = Field(default=None, gt=0, lt=1)
-    """begin no further repeat once every speedup's 95 % interval is this narrow: 0.03 is ± 3 %"""
-    aa: bool = False
-    """serve the target alone a second time: its "speedup" shows the machine's noise"""
-    require: list[str] = Field(default_factory=list)
-    """what must be met for exit code 0, as "speedup>=1.2@c1" (docs/measure.md); also --require, repeatable"""
-    seed: int = 0
-    """of sampling"""
-    warmup: int = Field(default=2, ge=0)
-    """requests to each server before anything is timed"""
-    resident: bool | None = None
-    """all servers up at once, arms interleaved by prompt; false: one server at a time, interleaved by repeat; null: all at once
-    where their memory is free"""
-    group_by: str | None = "seen"
-    """prompt tag whose values are reported apart"""
-    dtype: str = "auto"
-    """weights and activations; auto: float32 on the CPU back end, the model's own elsewhere"""
-    enforce_eager: bool = False
-    """skip compilation, in every arm"""
-    max_model_len: int = 1024
-    """context of the engine, in tokens"""
-    kv_cache_gib: int = 1
-    """CPU back end: KV cache of each server"""
-    start_timeout_s: float = 900
-    """how long a server may take to answer"""
-    record: bool = True
-    """write measurements and what to serve with into each drafter's pair.json"""
-
-
-def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, dict[str, Answers]]:
-    """Everything checked that can be before a server starts. Raises InputError."""
-    if config.rates and config.resident:
-        raise InputError(
-            "rates: requests that arrive by the clock would meet servers that share this machine with each other: give "
-            "resident=false"
-        )
-    target = resolve(config.target)
-    arms = [Arm("target", "target"), *([Arm(AGAIN, "target")] if config.aa else [])]
-    for name, folder in config.drafters.items():
-        if name in ("target", "ngram", "suffix", AGAIN):
-            raise InputError(f"drafters.{name}: that name is taken: choose another")
-        source = resolve(folder)
-        drafter, report = source.path, check_pair(target, source)
-        if not report["aligned"]:
-            worst = next(f for f in report["findings"] if f["level"] in ("blocks", "repairable"))
-            raise InputError(f"drafters.{name}: {drafter} does not fit the target: {worst['what']} ({worst['fix']})")
-        arms += drafter_arms(config, name, drafter)
-    arms += speculator_arms(config, {a.name for a in arms}, read_json(target.path / "config.json"), engine)
-    if config.ngram:
-        arms.append(Arm("ngram", "ngram", None, config.num_speculative_tokens))
-    if config.suffix:
-        require_suffix()
-        arms.append(Arm("suffix", "suffix", None, config.num_speculative_tokens))
-    arms = wanted(config, arms)
-    answers = {name: open_answers(w.answers) for name, w in config.workloads.items()}
-    workloads = {}
-    for name, workload in config.workloads.items():
-        require_target(answers[name], target)
-        workloads[name] = chosen(answers[name], workload, config.group_by)
-        longest = max(len(r.prompt_ids) for r in workloads[name]) + workload.max_tokens
-        if longest > config.max_model_len:
-            raise InputError(
-                f"workloads.{name}: prompt and answer take up to {longest} tokens, max_model_len is {config.max_model_len}: "
-                f"give max_model_len={longest} or a smaller workloads.{name}.max_tokens"
-            )
-    resident = not config.rates and side_by_side(config, target.path, arms, engine)
-    settings = server.Settings(
-        dtype="float32" if config.dtype == "auto" and engine.backend == "cpu" else config.dtype,
-        max_model_len=config.max_model_len,
-        # with arrivals by the clock nothing else says how many are in flight
-        max_num_seqs=max(64 if config.rates else 8, *config.concurrencies),
-        enforce_eager=config.enforce_eager,
-        kv_cache_gib=config.kv_cache_gib,
-        # servers that live side by side share the GPU
-        gpu_memory_utilization=0.9 / len(arms) if resident else 0.9,
-    )
-    for arm in arms:
-        if arm.kind == "draft_model":
-            require_start(target, resolve(str(arm.model)), preflight_of(settings, arm, engine.backend))
-    plan = Plan(
-        target.path, arms, workloads, settings, config.repeats, config.minutes, tuple(config.concurrencies),
-        tuple(config.temperatures), config.seed, config.warmup, resident, start_timeout_s=config.start_timeout_s,
-        precision=config.precision, rates=tuple(config.rates),
-    )  # fmt: skip
-    return plan, target, answers
-
-
-def wanted(config: MeasureConfig, arms: list[Arm]) -> list[Arm]:
-    """The target and those of `arms` that the config names. Raises InputError for a name that none has."""
-    if config.arms is None:
-        return arms
-    names = [arm.name for arm in arms if arm.kind != "target"]
-    if unknown := sorted(set(config.arms) - set(names)):
-        raise InputError(f"arms: no arm is called {', '.join(unknown)}: there are {', '.join(names) or 'none'}")
-    return [arm for arm in arms if arm.kind == "target" or arm.name in config.arms]
-
-
-def side_by_side(config: MeasureConfig, target: Path, arms: list[Arm], engine: Engine) -> bool:
-    """Whether all servers are up at once. Raises InputError where that is asked for and the system would end one of them."""
-    if config.resident is False or engine.backend != "cpu":  # a GPU's memory is shared out by a flag
-        return config.resident is not False
-    folders = [[m for m in (target, arm.model) if m is not None] for arm in arms]
-    read = {m: Model(read_json(m / "config.json"), read_headers(m)) for pair in folders for m in pair}
-    serving = Serving(dtype="float32" if config.dtype == "auto" else config.dtype, kv_cache_gib=config.kv_cache_gib)
-    over = servers_findings([[read[m] for m in pair] for pair in folders], device_memory("cpu"), serving)
-    if over and config.resident:
-        fix = "give resident=false (one server at a time), name fewer arms (arms=[…]), or free memory"
-        raise InputError(f"resident=true: {over[0].what}: {fix}")
-    return not over
-
-
-def drafter_arms(config: MeasureConfig, name: str, drafter: Path) -> list[Arm]:
-    """One by one, in parallel, or both where the drafter's config names a mask token."""
-    one = Arm(name, "draft_model", drafter, config.num_speculative_tokens, config.draft_sample_method)
-    if config.parallel_drafting == "off" or mask_id_of(read_json(drafter / "config.json")) is None:
-        return [one]
-    K = config.parallel_num_speculative_tokens or config.num_speculative_tokens
-    parallel = replace(one, name=f"{name}-parallel", num_speculative_tokens=K, parallel_drafting=True)
-    return [parallel] if config.parallel_drafting == "only" else [one, parallel]
-
-
-def speculator_arms(config: MeasureConfig, taken: set[str], target: dict[str, Any], engine: Engine) -> list[Arm]:
-    """Heads have no vocabulary to compare; their sizes must be the target's."""
-    arms = []
-    for name, one in config.speculators.items():
-        if name in taken | {"ngram", "suffix"}:
-            raise InputError(f"speculators.{name}: that name is taken: choose another")
-        K = one.num_speculative_tokens or config.num_speculative_tokens
-        method = require_speculator(f"speculators.{name}", one.model, one.method, K, target, engine)
-        arms.append(Arm(name, "speculator", one.model, K, method=method))
-    return arms
-
-
-def preflight_of(settings: server.Settings, arm: Arm, backend: str) -> Serving:
-    """What an arm asks of the engine, for pairing.preflight to look at before anything starts."""
-    forced = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
-    return Serving(
-        num_speculative_tokens=arm.num_speculative_tokens,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        dtype=settings.dtype,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        kv_cache_gib=settings.kv_cache_gib if backend == "cpu" else None,
-        speculative_config={k: v for k, v in (arm.speculation() or {}).items() if k not in ("method", "model")},
-        force_v2=None if forced is None else forced == "1",
-    )
-
-
-def chosen(answers: Answers, workload: WorkloadConfig, group_by: str | None) -> list[Request]:
-    """The first `limit` prompts by id, which is a digest and so a fair draw; each group keeps its share. A conversation
-    counts once, and is asked for its last answer."""
-    groups: dict[str | None, list[Request]] = defaultdict(list)
-    for row in answers.data.select_columns(["id", "input_ids", "spans", "tags"]):
-        if not row["spans"]:
-            continue
-        tags = json.loads(row["tags"])
-        group = f"{group_by}={json.dumps(tags[group_by])}" if group_by in tags else None
-        prompt_ids = row["input_ids"][: row["spans"][-2]]
-        groups[group].append(Request(row["id"], prompt_ids, workload.max_tokens, group, tags))
-    share = min(1.0, workload.limit / sum(map(len, groups.values())))
-    return [r for requests in groups.values() for r in requests[: max(1, round(share * len(requests)))]]
 
 
 def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[str, str, str | None], Offline]:

@@ -39,7 +39,9 @@ from pairing.lora import is_adapter
 from pairing.pair import read_pair, update_pair
 from pairing.source import ModelSource, load_model, load_tokenizer, resolve
 from recipes.config import Strict, guarded, parse, validate
-from recipes.measure import MeasureConfig, expected, plan_of, preflight_of, record, recorded
+from recipes.measure import expected, record, recorded
+from recipes.measure_config import MeasureConfig
+from recipes.measure_plan import plan_of, preflight_of
 from recipes.run_folder import open_run, provenance
 
 FORMATS: tuple[Format, ...] = get_args(Format)

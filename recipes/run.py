@@ -32,7 +32,7 @@ from recipes.config import Strict, guarded, parse, validate
 from recipes.distill_config import DistillConfig
 from recipes.generate import GenerateConfig
 from recipes.init import InitConfig
-from recipes.measure import MeasureConfig
+from recipes.measure_config import MeasureConfig
 from recipes.quantize import QuantizeConfig
 from recipes.run_folder import open_run
 

@@ -25,7 +25,7 @@ from pairing.parallel_drafting import trained_findings
 from pairing.preflight import require_start
 from pairing.source import resolve
 from recipes.config import Strict, guarded, parse
-from recipes.measure import preflight_of
+from recipes.measure_plan import preflight_of
 
 
 class ServeConfig(Strict):

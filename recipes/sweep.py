@@ -36,7 +36,9 @@ from pairing.pair import update_pair
 from pairing.preflight import require_start
 from pairing.source import ModelSource, resolve
 from recipes.config import Strict, guarded, parse
-from recipes.measure import MeasureConfig, WorkloadConfig, plan_of, preflight_of, recorded
+from recipes.measure import recorded
+from recipes.measure_config import MeasureConfig, WorkloadConfig
+from recipes.measure_plan import plan_of, preflight_of
 from recipes.run_folder import open_run, provenance
 
 Row = dict[str, Any]

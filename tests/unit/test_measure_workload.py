@@ -22,8 +22,10 @@ from pairing.mask_token import with_mask
 from pairing.pair import read_pair
 from pairing.serving_plan import Memory
 from pairing.source import resolve
-from recipes import measure
-from recipes.measure import MeasureConfig, WorkloadConfig, chosen, drafter_arms, expected, record, recorded
+from recipes import measure_plan
+from recipes.measure import expected, record, recorded
+from recipes.measure_config import MeasureConfig, WorkloadConfig
+from recipes.measure_plan import chosen, drafter_arms
 from tests import tiny
 from tests.stored_answers import K, made_up, store, two_turns
 
@@ -75,9 +77,9 @@ def test_servers_are_side_by_side_where_their_memory_is_free(tmp_path: Path, mon
     on = Engine("0.32.0", "cpu", None)
 
     def resident(gib: float, **more: object) -> bool:
-        monkeypatch.setattr(measure, "device_memory", lambda _: Memory(2**40, int(gib * 2**30)))
+        monkeypatch.setattr(measure_plan, "device_memory", lambda _: Memory(2**40, int(gib * 2**30)))
         values = {"target": str(target), "workloads": {}, "out": tmp_path / "out", **more}
-        return measure.side_by_side(MeasureConfig.model_validate(values), target, arms, on)
+        return measure_plan.side_by_side(MeasureConfig.model_validate(values), target, arms, on)
 
     assert [resident(9.1), resident(8.9)] == [True, False]
     assert [resident(12.1, kv_cache_gib=2), resident(11.9, kv_cache_gib=2)] == [True, False]
@@ -92,7 +94,7 @@ def test_arms_are_chosen_by_name(tmp_path: Path) -> None:
 
     def names(chosen: list[str] | None) -> list[str]:
         config = MeasureConfig(target="t", workloads={}, out=tmp_path / "out", arms=chosen)
-        return [arm.name for arm in measure.wanted(config, arms)]
+        return [arm.name for arm in measure_plan.wanted(config, arms)]
 
     assert names(None) == ["target", "own", "ngram"]
     assert names(["ngram"]) == ["target", "ngram"]
@@ -154,4 +156,4 @@ def test_a_drafter_with_a_mask_is_measured_both_ways(tmp_path: Path) -> None:
 def test_requests_at_a_rate_are_for_one_server_at_a_time(tmp_path: Path) -> None:
     config = MeasureConfig(target="nowhere", workloads={}, out=tmp_path / "out", rates=[0.5], resident=True)
     with pytest.raises(InputError, match=r"^rates: .*: give resident=false$"):
-        measure.plan_of(config, Engine("0.32.0", "cpu", None))
+        measure_plan.plan_of(config, Engine("0.32.0", "cpu", None))

@@ -16,7 +16,8 @@ from eval.server import Settings
 from pairing.errors import InputError
 from recipes import measure as recipe
 from recipes.config import guarded, parse
-from recipes.measure import MeasureConfig, with_requirements
+from recipes.measure import with_requirements
+from recipes.measure_config import MeasureConfig
 from tests.sample_run import result
 
 ARMS = [Arm("target", "target"), Arm("drafter", "draft_model", Path("d"), 4), Arm("ngram", "ngram", None, 4)]

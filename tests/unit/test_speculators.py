@@ -14,7 +14,8 @@ from pairing.engine import Engine
 from pairing.errors import InputError
 from pairing.files import read_json
 from pairing.speculators import method_of, refused, require_speculator, require_suffix
-from recipes.measure import MeasureConfig, speculator_arms
+from recipes.measure_config import MeasureConfig
+from recipes.measure_plan import speculator_arms
 from tests import heads, tiny
 
 ENGINE = Engine("0.32.0", "cpu", None)
