@@ -19,6 +19,7 @@ from eval import client, measure, results, server
 from eval.measure import Arm, Plan, Request
 from pairing.errors import PartFailedError
 from pairing.files import read_jsonl
+from tests import fake_engine
 
 ANSWER = [5, 6, 7, 8, 9]
 OFFLINE = results.Offline(0.0, 3.9, (3.9, 4.0), 3.7)
@@ -49,7 +50,7 @@ class Engine:
     def start(self, arm: str, target: Path, speculation: Any, settings: Any, log: Path) -> server.Server:
         self.drafts[arm], self.tokens[arm] = 0, 0
         self.started.append(arm)
-        return server.Server(arm, arm, None, log, 1.0, ["vllm", "serve", arm])  # type: ignore[arg-type]
+        return fake_engine.started(arm, log)
 
     def complete(
         self,
@@ -83,30 +84,16 @@ class Engine:
 
     def metrics(self, url: str) -> str:
         n = self.drafts[url]
-        lines = [f'vllm:generation_tokens_total{{engine="0"}} {self.tokens[url]}']
-        if not url.startswith("target"):
-            lines += [
-                f'vllm:spec_decode_num_drafts_total{{engine="0"}} {n}',
-                f'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {4 * n}',
-                f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {3 * n}',
-            ]
-            lines += [
-                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{i}"}} {n * (i < 3)}'
-                for i in range(4)
-            ]
-        return "\n".join(lines) + "\n"
+        if url.startswith("target"):
+            return fake_engine.metrics(self.tokens[url])
+        return fake_engine.metrics(self.tokens[url], (n, 4 * n, 3 * n), (n, n, n, 0))
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     fake = Engine()
+    fake_engine.install(monkeypatch, fake)
     monkeypatch.setattr(measure, "SETTLE_S", 0.0)
-    monkeypatch.setattr(server, "start", fake.start)
-    monkeypatch.setattr(server, "stop", lambda one: None)
-    monkeypatch.setattr(server, "wait_until_ready", lambda one, timeout_s, started: None)
-    monkeypatch.setattr(server.Server, "memory_mib", lambda self: 100.0)
-    monkeypatch.setattr(client, "complete", fake.complete)
-    monkeypatch.setattr(client, "metrics", fake.metrics)
     monkeypatch.setattr(client, "prompt_log_probs", fake.prompt_log_probs)
     return fake
 

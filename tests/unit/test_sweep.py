@@ -23,7 +23,7 @@ from pairing.pair import new_pair, read_pair
 from pairing.source import resolve
 from recipes import serve, sweep
 from recipes.config import parse
-from tests import tiny
+from tests import fake_engine, tiny
 from tests.stored_answers import made_up, store
 
 TOKENS = 13
@@ -47,7 +47,7 @@ class Engine:
     def start(self, arm: str, target: Path, speculation: Any, settings: Any, log: Path) -> server.Server:
         self.started.append(arm)
         self.count[arm], self.words[arm] = Counter(), speculation or {}
-        return server.Server(arm, arm, None, log, 1.0, ["vllm", "serve", arm])  # type: ignore[arg-type]
+        return fake_engine.started(arm, log)
 
     def complete(
         self,
@@ -88,25 +88,13 @@ class Engine:
 
     def metrics(self, url: str) -> str:
         n = self.count[url]
-        lines = [f'vllm:generation_tokens_total{{engine="0"}} {n["tokens"]}']
-        if self.words[url]:
-            lines += [
-                f'vllm:spec_decode_num_drafts_total{{engine="0"}} {n["drafts"]}',
-                f'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {n["drafted"]}',
-                f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {n["accepted"]}',
-            ]
-        return "\n".join(lines) + "\n"
+        return fake_engine.metrics(n["tokens"], (n["drafts"], n["drafted"], n["accepted"]) if self.words[url] else ())
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     fake = Engine()
-    monkeypatch.setattr(server, "start", fake.start)
-    monkeypatch.setattr(server, "stop", lambda one: None)
-    monkeypatch.setattr(server, "wait_until_ready", lambda one, timeout_s, started: None)
-    monkeypatch.setattr(server.Server, "memory_mib", lambda self: 100.0)
-    monkeypatch.setattr(client, "complete", fake.complete)
-    monkeypatch.setattr(client, "metrics", fake.metrics)
+    fake_engine.install(monkeypatch, fake)
     return fake
 
 
