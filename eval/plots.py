@@ -95,16 +95,21 @@ def speedups(title: str, arms: Sequence[Mapping[str, Any]], styles: Mapping[str,
             axes.plot([low, high], [y, y], "|", color=INK, markersize=8, markeredgewidth=1.4)
             axes.text(right * 1.03, y, f"{arm['speedup']:.2f}x", va="center", fontweight="bold")
         axes.axvline(1.0, color=INK, linewidth=1, linestyle=(0, (3, 2)))
-        axes.set_yticks(range(len(shown)), labels)
-        axes.tick_params(axis="y", length=0, labelcolor=INK)
-        axes.invert_yaxis()
-        axes.set_xlim(0, right * 1.18)
-        axes.grid(axis="x")
-        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-        axes.xaxis.set_major_formatter("{x:g}")
+        _scale_of_bars(axes, labels, right * 1.18, 5, "{x:g}")
         axes.set_xlabel("target alone = 1")
 
     return _svg(title, 0.95 + 0.36 * len(shown), draw, f"speedups {title}")
+
+
+def _scale_of_bars(axes: Axes, labels: Sequence[str], right: float, ticks: int, form: str) -> None:
+    """Names of lying bars, the first on top, and their scale from 0 to `right`, which leaves room for the figures."""
+    axes.set_yticks(range(len(labels)), labels)
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.invert_yaxis()
+    axes.set_xlim(0, right)
+    axes.grid(axis="x")
+    axes.xaxis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(form)
 
 
 def per_position(title: str, rows: Sequence[Row], field: str, styles: Mapping[str, tuple[str, str]]) -> str | None:
@@ -261,13 +266,7 @@ def bars(title: str, values: Mapping[str, float], unit: str, styles: Mapping[str
         for y, (name, value) in enumerate(values.items()):
             axes.barh(y, value, height=0.5, color=styles[name][0], alpha=0.75)
             axes.text(value + top * 0.02, y, f"{value:,.0f}", va="center", fontweight="bold")
-        axes.set_yticks(range(len(values)), [_short(name) for name in values])
-        axes.tick_params(axis="y", length=0, labelcolor=INK)
-        axes.invert_yaxis()
-        axes.set_xlim(0, top * 1.2)
-        axes.grid(axis="x")
-        axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
-        axes.xaxis.set_major_formatter("{x:,g}")
+        _scale_of_bars(axes, [_short(name) for name in values], top * 1.2, 4, "{x:,g}")
         axes.set_xlabel(unit)
 
     return _svg(title, 0.95 + 0.36 * len(values), draw, f"bars {title}")
