@@ -70,8 +70,9 @@ def require_losses(losses: Mapping[str, Weight], *, whole: bool, key: str = "los
 def auto(temperature: float, draft_sampling: DraftSampling) -> tuple[dict[str, Weight], str]:
     """The losses for a pair that is served like this, and why in one sentence.
 
-    Sources: the target's argmax is what greedy verification accepts; LK after a warm-up on KL at temperature > 0 (arXiv
-    2602.23881), whose gradient is TV's once drafter and target overlap.
+    Sources: the target's argmax is what greedy verification accepts, and of all argmax drafts what sampling accepts most, with
+    max p; LK after a warm-up on KL where drafts are drawn (arXiv 2602.23881), whose gradient is TV's once drafter and target
+    overlap.
     """
     if temperature == 0:
         return {"forward_kl": 0.5, "top1_ce": 0.5}, (
@@ -79,9 +80,9 @@ def auto(temperature: float, draft_sampling: DraftSampling) -> tuple[dict[str, W
             "cross-entropy on that token"
         )
     if draft_sampling == "greedy":
-        return {"forward_kl": 0.5, "cross_entropy": 0.5}, (
-            f"drafted by argmax at temperature {temperature:g}, the drafter's most likely token is accepted with the target's "
-            "probability of it, so its argmax counts: half forward KL, half cross-entropy on the answers"
+        return {"forward_kl": 0.5, "top1_ce": 0.5}, (
+            f"drafted by argmax at temperature {temperature:g}, a draft is accepted with the target's probability of it, which is "
+            "largest for its most likely token: half forward KL, half cross-entropy on that token"
         )
     return {"forward_kl": [(0.0, 1.0), (0.3, 1.0), (0.4, 0.0)], "lk_hybrid": [(0.3, 0.0), (0.4, 1.0)]}, (
         f"drafted from its own distribution at temperature {temperature:g}, a draft is accepted with Σ min(p, q): forward KL "

@@ -57,5 +57,11 @@ def test_auto_looks_at_how_the_pair_is_served() -> None:
         assert f"{temperature:g}" in why or temperature == 0
     assert len(found) == 3
     assert auto(0.0, "greedy") == auto(0.0, "probabilistic")
-    assert "top1_ce" in auto(0.0, "greedy")[0]
-    assert "lk_hybrid" in auto(0.7, "probabilistic")[0]
+    # one draft, the drafter's argmax: accepted with p of it, and that is largest where it is p's own argmax
+    for temperature in (0.0, 0.7, 1.0):
+        losses, why = auto(temperature, "greedy")
+        assert losses == {"forward_kl": 0.5, "top1_ce": 0.5}
+        assert "cross-entropy on that token" in why
+    assert auto(0.7, "probabilistic")[0] == {
+        "forward_kl": [(0.0, 1.0), (0.3, 1.0), (0.4, 0.0)], "lk_hybrid": [(0.3, 0.0), (0.4, 1.0)],
+    }  # fmt: skip
