@@ -28,7 +28,7 @@ def spread(
     {"prompts", "tokens", "temperature", "max_p_at_1": [mean, low, high], "max_p": [lower, upper bound], "max_p_interval",
     "argmax_share", "alpha_ceiling", "tau_ceiling": {K: τ}, "tau_ceiling_by"}. Intervals are of 95 %, over prompts. The
     ceilings are those of a perfect argmax drafter (vLLM's default); one that draws from its distribution can reach 1 and K + 1.
-    Raises InputError where there is no answer token.
+    Raises InputError where there is no answer token, or but one prompt.
     """
     H, drawn_at = int(answers.meta["top_logprobs"]), answers.meta.get("sampling", {}).get("temperature")
     T = float((drawn_at or 0.0) if temperature is None else temperature)
@@ -45,6 +45,8 @@ def spread(
         sums.append([float(x.sum()) for x in (np.exp(head_NH[:, 0]), low_N, high_N, same_N)] + [len(same_N)])
     if not sums:
         raise InputError(f"no answer token in the first {prompts} answers: generate them again")
+    if len(sums) == 1:
+        raise InputError("one prompt has an answer, and intervals are over prompts: generate answers to two or more")
     *parts, tokens_P = np.array(sums).T
     own, low, high, same = (_mean(part_P, tokens_P) for part_P in parts)
     if T == 0:

@@ -195,7 +195,8 @@ def figures(
 
 
 def foretell(steps: Steps, ks: Sequence[int], scored: Scored, *, parallel: bool = False) -> dict[str, Any] | None:
-    """K -> τ by replay and speedups of decoding and of whole requests, for the trained drafter, which comes last in `steps`.
+    """K -> τ by replay and speedups of decoding and of whole requests, for the trained drafter, which comes last in `steps`. τ and
+    decoding are None where no answer is long enough for a round.
 
     `parallel`: with all drafts from one pass; None where the drafter has no mask or the engine ran no pair."""
     if parallel and not (scored.parallel and steps.parallel):
@@ -215,10 +216,15 @@ def foretell(steps: Steps, ks: Sequence[int], scored: Scored, *, parallel: bool 
             scored.prompt_P, tokens_P, played.rounds_P,
             own=own, pair=own + more, first=0.0 if parallel else (K - 1) * draft.share[0], cost=cost[K],
         )  # fmt: skip
-        tau = played.acceptance_length
-        told[str(K)] = {"tau": tau, "tau_interval": [low, high], "round": cost[K], "decode": tau / cost[K]}
+        tau = played.acceptance_length if played.rounds_P.any() else None
+        told[str(K)] = {"tau": tau, "tau_interval": [low, high] if tau else None}
+        told[str(K)] |= {"round": cost[K], "decode": tau / cost[K] if tau else None}
         told[str(K)] |= {"request": whole[0], "request_interval": [*whole[1:]]}
     return told
+
+
+def length(tau: float | None) -> str:
+    return "no answer long enough for a round" if tau is None else f"τ {tau:.2f}"
 
 
 def verdict(result: Mapping[str, Any], least: float) -> tuple[bool, str]:
@@ -232,7 +238,7 @@ def verdict(result: Mapping[str, Any], least: float) -> tuple[bool, str]:
                 key=lambda found: found[2]["request"],
             )
             S = told["request"]
-            why = f"drafts {way}, τ {told['tau']:.2f} at K = {K}, a round of {told['round']:.2f} target steps"
+            why = f"drafts {way}, {length(told['tau'])} at K = {K}, a round of {told['round']:.2f} target steps"
         else:
             row = next(s for s in batch["shapes"] if s["name"] == result["recommended"])
             alpha, K, S = (row["assumed"][key] for key in ("alpha", "K", "S"))

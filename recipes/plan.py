@@ -38,6 +38,7 @@ from pairing.errors import InputError
 from pairing.files import read_json, write_json
 from pairing.init import plan_init, spaced
 from pairing.mask_token import mask_id_of
+from pairing.parallel_drafting import trained_findings
 from pairing.serving import context
 from pairing.serving_plan import Model, Serving
 from pairing.source import ModelSource, load_model, load_tokenizer, resolve
@@ -68,7 +69,7 @@ class PlanConfig(Strict):
     prompts: int = Field(default=64, ge=2)
     """how many of the answers are read"""
     temperature: float | None = Field(default=None, ge=0)
-    """you serve with; null: the one at which the answers were drawn"""
+    """you serve with; null: the one at which the answers were drawn, and with drafter= no other"""
     assumed_acceptance: float = Field(default=0.8, gt=0, le=1)
     """α that a trained drafter is taken to reach where none is given; never more than the ceiling"""
     worth: float = Field(default=0.05, ge=0)
@@ -110,6 +111,24 @@ def given(config: PlanConfig, target: ModelSource, dtype: str | None) -> plan.Dr
 def in_type(source: ModelSource, dtype: str | None) -> dict[str, Any]:
     read = read_json(source.path / "config.json")
     return {k: v for k, v in read.items() if k != "torch_dtype"} | {"dtype": dtype} if dtype else read
+
+
+def require_drawn_as_served(config: PlanConfig, answers: Answers) -> None:
+    """Raises InputError where a drafter's τ, which is replayed on the answers, would be that of another temperature."""
+    drawn_at = float(answers.meta.get("sampling", {}).get("temperature") or 0.0)
+    if config.drafter and config.temperature not in (None, drawn_at):
+        raise InputError(
+            f"temperature={config.temperature:g}: these answers were drawn at {drawn_at:g}, and what a drafter would give is "
+            f"replayed on them: give answers generated at {config.temperature:g}, or leave temperature or drafter out"
+        )
+
+
+def beyond_training(drafter: ModelSource, most: int) -> list[str]:
+    """What is to be said of the largest K where all drafts come from one pass."""
+    if mask_id_of(read_json(drafter.path / "config.json")) is None:
+        return []
+    serving = Serving(num_speculative_tokens=most, speculative_config={"parallel_drafting": True})
+    return [f"in one pass: {f.what}: {f.fix}" for f in trained_findings(drafter.path, serving)]
 
 
 def score(config: PlanConfig, drafter: ModelSource, answers: Answers, real: int) -> plan.Scored:
@@ -156,6 +175,7 @@ def run(config: PlanConfig, dry: bool = False) -> dict[str, Any]:
     """The plan; dry: without what has to be measured. Raises InputError, PartFailedError where no step can be measured."""
     target, answers, installed = resolve(config.target), open_answers(config.answers), engine()
     require_target(answers, target)
+    require_drawn_as_served(config, answers)
     dtype = (
         config.dtype if config.dtype != "auto" else "float32" if not installed or installed.backend == "cpu" else None
     )
@@ -175,6 +195,8 @@ def run(config: PlanConfig, dry: bool = False) -> dict[str, Any]:
             {"name": d.name, "parameters": d.parameters, "memory": memory(config, own, d, ks[-1], most)} for d in drafters
         ],
     }  # fmt: skip
+    if config.drafter:
+        result["notes"] += beyond_training(resolve(config.drafter), ks[-1])
     if dry:
         return result
     scored = score(config, resolve(config.drafter), answers, real) if config.drafter else None
@@ -242,11 +264,15 @@ def show(result: Mapping[str, Any]) -> None:
         for name, says in (("foretold", "one by one"), ("foretold_parallel", "in one pass")):
             for K, told in (batch[name] or {}).items():
                 low, high = told["request_interval"]
+                decode = f", decoding {told['decode']:.2f}x" if told["decode"] else ""
                 console.print(
-                    f"{says}, K = {K}: τ {told['tau']:.2f}, decoding {told['decode']:.2f}x, whole requests "
-                    f"{told['request']:.2f}x ({low:.2f} to {high:.2f} over prompts)",
+                    f"{says}, K = {K}: {plan.length(told['tau'])}{decode}, whole requests {told['request']:.2f}x "
+                    f"({low:.2f} to {high:.2f} over prompts)",
                     markup=False,
                 )
+    for note in result["notes"]:
+        if note != NOT_SYNTHETIC:
+            console.print(f"! {note}", style="yellow", markup=False)
 
 
 def _speeds(figures: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from pairing.errors import InputError
 from pairing.files import read_json
 from pairing.init import init_drafter
 from pairing.mask_token import free_mask, mask_id_of, write_mask
+from pairing.pair import update_pair
 from pairing.source import load_model, resolve
 from recipes import plan as recipe
 from tests import tiny
@@ -231,6 +232,18 @@ def test_go_and_no_go(
     assert "a perfect free drafter: 1.43x" in found["verdict"]
 
 
+def planned_notes(
+    capsys: pytest.CaptureFixture[str], target: Path, answers: Path, drafter: Path, trained: int
+) -> list[str]:
+    update_pair(drafter, parallel_drafting={"num_speculative_tokens": trained})
+    words = [f"drafter={drafter}", "layers=[]", "num_speculative_tokens=[1,3]", "--dry-run"]
+    assert recipe.main([str(target), f"answers={answers}", *words]) == 0
+    said = capsys.readouterr().out
+    _, found = planned(capsys, target, answers, *words)
+    assert all(f"! {note}" in said for note in found["notes"][1:])
+    return list(found["notes"])
+
+
 def test_a_trained_drafter_is_foretold(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,9 +288,53 @@ def test_a_drafter_that_drafts_in_one_pass_is_foretold_both_ways(
     tau = replay_rounds([s.accepted[-1] for s in scores], 3).acceptance_length
     assert parallel["3"]["tau"] == pytest.approx(tau)
     assert 1 < tau < one["3"]["tau"], "it was never taught to: only a round's first draft is as good"
+    assert any("does not say that it was trained" in note for note in found["notes"])
+    assert [n for n in planned_notes(capsys, target, answers, drafter, trained=3) if "trained" in n] == []
+    (warned,) = [n for n in planned_notes(capsys, target, answers, drafter, trained=2) if "trained" in n]
+    assert warned.startswith("in one pass: num_speculative_tokens is 3, the drafter was trained to draft 2 in one pass: ")
     best = max(parallel["3"]["request"], one["1"]["request"], one["3"]["request"], parallel["1"]["request"])
     assert f"batch 1: {best:.2f}x" in found["verdict"]
     assert code == (0 if best >= 1.1 else 1)
+
+
+def test_a_drafter_is_foretold_for_the_temperature_of_the_answers(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its τ is replayed on them: at another temperature it would be another drafter's go or no-go."""
+    answers = store(tmp_path / "a", made_up([9, 12, 8]), target, temperature=1.0)
+    drafter = tmp_path / "drafter"
+    init_drafter(resolve(str(target)), drafter, [0, 5])
+    words = [str(target), f"answers={answers}", "layers=[2]", "--dry-run"]
+    with pytest.raises(InputError, match=r"^temperature=0: these answers were drawn at 1, .* generated at 0, or leave") as e:
+        recipe.main([*words, f"drafter={drafter}", "temperature=0"])
+    assert "\n" not in str(e.value)
+    assert recipe.main([*words, f"drafter={drafter}", "temperature=1"]) == 0
+    assert recipe.main([*words, f"drafter={drafter}"]) == 0
+    assert recipe.main([*words, "temperature=0"]) == 0  # the target's own spread is known at any
+    capsys.readouterr()
+
+
+def test_answers_without_a_round_foretell_no_tau(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first token comes from the prompt: of answers of one token nothing is drafted, and the plan is written all the same."""
+    answers = store(tmp_path / "a", made_up([1, 1, 1]), target)
+    drafter = tmp_path / "drafter"
+    init_drafter(resolve(str(target)), drafter, [0, 5])
+    write_mask(drafter, free_mask(drafter))
+    monkeypatch.setattr(recipe, "open_timer", by_layers(0.01))
+    words = [f"drafter={drafter}", "layers=[]", "num_speculative_tokens=[1,3]", "batch_sizes=[1]", f"out={tmp_path / 'plan.json'}"]
+    code, found = planned(capsys, target, answers, *words)
+    assert code == 1
+    assert json.loads((tmp_path / "plan.json").read_text())["verdict"] == found["verdict"]
+    assert "no answer long enough for a round" in found["verdict"]
+    for way in ("foretold", "foretold_parallel"):
+        told = found["batches"][0][way]["3"]
+        assert (told["tau"], told["tau_interval"], told["decode"]) == (None, None, None)
+    assert recipe.main([str(target), f"answers={answers}", *words]) == 1
+    assert "K = 3: no answer long enough for a round, whole requests 0." in capsys.readouterr().out
+    with pytest.raises(InputError, match="one prompt has an answer"):
+        planned(capsys, target, store(tmp_path / "one", made_up([9]), target), "layers=[2]")
 
 
 def test_a_dry_run_measures_nothing(
