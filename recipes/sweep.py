@@ -33,6 +33,7 @@ from pairing.engine import Engine, require_vllm
 from pairing.errors import InputError, PartFailedError
 from pairing.files import read_json, read_jsonl, write_json
 from pairing.pair import update_pair
+from pairing.parallel_drafting import trained_findings
 from pairing.preflight import require_start
 from pairing.source import ModelSource, resolve
 from recipes.config import Strict, guarded, parse
@@ -134,6 +135,16 @@ def sweep_plan(config: SweepConfig, engine: Engine) -> tuple[Plan, ModelSource, 
         if arm.model is not None:
             require_start(target, resolve(str(arm.model)), preflight_of(settings, arm, engine.backend))
     return plan, target, answers
+
+
+def beyond_training(plan: Plan, engine: Engine) -> list[str]:
+    """A line for each way of drafting whose largest K is more than the drafter was trained for."""
+    said = {}
+    for arm in plan.arms:  # of a way the K rise
+        if arm.model is not None:
+            for f in trained_findings(arm.model, preflight_of(plan.settings, arm, engine.backend)):
+                said[arm.parallel_drafting, arm.draft_sample_method] = f"{arm.name}: {f.what}: {f.fix}"
+    return list(said.values())
 
 
 def schedule_arm(plan: Plan, found: Mapping[str, Any]) -> Arm:
@@ -289,8 +300,9 @@ def main(argv: list[str]) -> int:
     config, args = parse(SweepConfig, argv, about=__doc__ or "")
     engine = require_vllm("sweep")
     plan, target, answers = sweep_plan(config, engine)
-    if target.note:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(target.note, markup=False)
+    untrained = beyond_training(plan, engine)
+    for said in [*([target.note] if target.note else []), *untrained]:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(said, markup=False)
     if args.dry_run:
         asked = [r for workload in plan.workloads.values() for r in workload]
         cells = len(plan.arms) * len(plan.concurrencies)
@@ -306,6 +318,7 @@ def main(argv: list[str]) -> int:
     open_run(config.out, config)
     where = provenance()["versions"]
     report = swept(config, plan, partial(measured, versions=where, known=recorded(answers)))
+    report["notes"] += untrained
     report |= {"target": config.target, "drafter": config.drafter, "temperature": config.temperature, "versions": where}
     write_json(config.out / "sweep.json", report)
     if args.json:

@@ -19,7 +19,7 @@ from eval import client, report, schedule, server
 from pairing.errors import InputError, PartFailedError
 from pairing.files import read_json, read_jsonl, write_json
 from pairing.mask_token import with_mask
-from pairing.pair import new_pair, read_pair
+from pairing.pair import new_pair, read_pair, update_pair
 from pairing.source import resolve
 from recipes import serve, sweep
 from recipes.config import parse
@@ -294,9 +294,14 @@ def test_with_all_drafts_in_one_pass_the_schedule_has_one_k(
 ) -> None:
     """One by one K = 4 is best at 1 and K = 2 at 4; one pass can't draft fewer than it was started for: K = 2 at both."""
     parallel(drafter)
+    update_pair(drafter, parallel_drafting={"num_speculative_tokens": 2})
     out = tmp_path / "out"
     assert sweep.main([*words(pair, drafter, out, parallel_drafting="only"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    warned = "drafter-parallel-k4: num_speculative_tokens is 4, the drafter was trained to draft 2 in one pass: "
+    assert said.err.count("trained to draft") == said.err.count(warned) == 1
+    assert any(note.startswith(warned) for note in found["notes"])
     assert {b["concurrency"]: b["num_speculative_tokens"] for b in found["best"]} == {1: 2, 4: 2, 16: 0}
     assert (found["fixed"], found["schedule"], found["answer"]) == (2, [[1, 4, 2], [5, 16, 0]], "schedule")
     assert engine.words["schedule"]["parallel_drafting"] is True
