@@ -59,6 +59,7 @@ class Rows:
     real: int  # ids from here on are padding rows
     tokens_P: Ints  # all tokens of a row
     supervised_P: Ints  # those in its answers
+    temperature: float  # at which they were drawn; 0 where they were not
 
     def __len__(self) -> int:
         return len(self.tokens_P)
@@ -113,7 +114,8 @@ def check_rows(answers: Answers, name: str, *, rows: int, real: int, context: in
         raise InputError(
             f"{name}: no answer token in {len(lengths)} rows, so there is nothing to learn: generate again"
         )
-    return Rows(answers.data.with_format("numpy"), head, tail, real, tokens_P, supervised_P)
+    drawn_at = float(answers.meta.get("sampling", {}).get("temperature") or 0.0)
+    return Rows(answers.data.with_format("numpy"), head, tail, real, tokens_P, supervised_P, drawn_at)
 
 
 def ids_in(rows: Rows) -> set[int]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from distill.batches import Batch, Ints, Rows, answer_lengths, collate, tags
 from distill.head import Head, head_scores
+from distill.objective import DraftSampling
 from distill.options import decoder_autocast
 from distill.student import supervised_hidden
 from pairing.acceptance import Replay, acceptance_length_of, replay
@@ -28,11 +29,35 @@ LENGTHS = range(1, 9)  # K for which τ is given
 COMPARED_K = 4
 Found = TypeVar("Found")
 MOST_GROUPS = 8  # a tag with more values than this names prompts rather than groups
+By = Literal["accepted", "ratio"]  # the field of a score that holds w
+
+
+def told_by(rows: Rows, draft_sample_method: DraftSampling) -> By | None:
+    """What w, the chance that a draft is accepted, is on these answers where drafts are chosen like that; None: not to be had.
+
+    Argmax drafting: 1[argmax q = answer token], at whatever temperature the answers were drawn; at temperature 0 vLLM drafts so
+    in any case. Drafts drawn from q: min(1, q/p) at the answer token, both at the answers' temperature (Leviathan et al. 2022);
+    the recorded log-probs are at 1, and those at another do not follow from them.
+    """
+    if draft_sample_method == "greedy" or rows.temperature == 0:
+        return "accepted"
+    return "ratio" if rows.temperature == 1 else None
+
+
+def drafting(rows: Rows, draft_sample_method: DraftSampling) -> dict[str, Any]:
+    """Whose τ the figures on these answers give: {"draft_sample_method", "temperature", "note"}; `note` says why there is none."""
+    note = (
+        f"τ of drafts that are drawn is not known: these answers were drawn at temperature {rows.temperature:g}, and what was "
+        "recorded is the distribution at 1 (answers generated at 1 give it for 1)"
+    )
+    known = told_by(rows, draft_sample_method) is not None
+    said = {"draft_sample_method": draft_sample_method, "temperature": rows.temperature}
+    return said | {"note": None if known else note}
 
 
 @dataclass(frozen=True)
 class PromptScore:
-    """One held-out prompt: sums over its answers' tokens, and the tokens' acceptance at temperature 0."""
+    """One held-out prompt: sums over its answers' tokens, and each token's acceptance by both ways of choosing drafts."""
 
     id: str
     tags: dict[str, Any]
@@ -40,7 +65,14 @@ class PromptScore:
     top1: float
     alpha_low: float
     alpha_high: float
-    accepted: list[list[int]]  # w of each answer: 1 where the drafter's argmax is the answer token
+    accepted: list[list[int]]  # of each answer: 1 where the drafter's argmax is the answer token
+    ratio: list[list[float]] = field(default_factory=list)  # of each answer: min(1, q/p) at its token
+    by: By | None = "accepted"  # which of the two is w as the drafter is served: see `told_by`
+
+    @property
+    def w(self) -> Sequence[Sequence[float]]:
+        """The chance that the draft at each token of each answer is accepted; nothing where it is not known."""
+        return [] if self.by is None else self.ratio if self.by == "ratio" else self.accepted
 
 
 def score_prompts(
@@ -52,18 +84,23 @@ def score_prompts(
     chunk: int | None = None,
     block: int = Head.block,
     most: int | None = None,
+    draft_sample_method: DraftSampling = "greedy",
 ) -> list[PromptScore]:
-    """Scores the first `most` prompts (None: all), shared out over the ranks and gathered; in the rows' order."""
+    """Scores the first `most` prompts (None: all), shared out over the ranks and gathered; in the rows' order. τ of what follows
+    from them is that of a drafter served with `draft_sample_method`."""
     head, weight = Head(rows.real, chunk, block), model.get_output_embeddings().weight
+    by = told_by(rows, draft_sample_method)
 
     def score(batch: Batch, piece: Ints) -> list[PromptScore]:
         with decoder_autocast(accelerator.device, accelerator.mixed_precision == "bf16"):
             hidden = supervised_hidden(model, batch)
         scores = head_scores(hidden, weight, batch.signal, head)
-        columns = torch.stack([scores.top1_N, scores.alpha_low_N, scores.alpha_high_N, scores.accepted_N]).cpu()
+        sums = (scores.top1_N, scores.alpha_low_N, scores.alpha_high_N)
+        columns = torch.stack([*sums, scores.accepted_N, scores.ratio_N]).cpu()
         found = []
         for b, i in enumerate(piece):
-            top1, low, high, accepted = columns[:, (batch.row_N == b).cpu()]
+            top1, low, high, accepted, ratio = columns[:, (batch.row_N == b).cpu()]
+            lengths = answer_lengths(rows, int(i))
             found.append(
                 PromptScore(
                     id=batch.ids[b],
@@ -72,7 +109,9 @@ def score_prompts(
                     top1=float(top1.double().sum()),
                     alpha_low=float(low.double().sum()),
                     alpha_high=float(high.double().sum()),
-                    accepted=[w.tolist() for w in accepted.int().split(answer_lengths(rows, int(i)))],
+                    accepted=[w.tolist() for w in accepted.int().split(lengths)],
+                    ratio=[w.tolist() for w in ratio.split(lengths)],
+                    by=by,
                 )
             )
         return found
@@ -105,9 +144,9 @@ def in_order(
 
 
 def summary(scores: Sequence[PromptScore]) -> dict[str, Any]:
-    """Token means of top-1 agreement and of α's bracket, and τ for each K. A figure without any round is null."""
+    """Token means of top-1 agreement and of α's bracket, and τ for each K. τ is null without any round, or where no w is known."""
     tokens = sum(s.tokens for s in scores)
-    tau = {K: replay([w for s in scores for w in s.accepted], K).acceptance_length for K in LENGTHS}
+    tau = {K: replay([w for s in scores for w in s.w], K).acceptance_length for K in LENGTHS}
     return {
         "top1": sum(s.top1 for s in scores) / tokens,
         "alpha_low": sum(s.alpha_low for s in scores) / tokens,
@@ -116,13 +155,13 @@ def summary(scores: Sequence[PromptScore]) -> dict[str, Any]:
     }
 
 
-def replay_prompts(accepted: Sequence[Sequence[Sequence[float]]], num_speculative_tokens: int) -> Replay:
+def replay_prompts(w_per_prompt: Sequence[Sequence[Sequence[float]]], num_speculative_tokens: int) -> Replay:
     """`replay` of every answer by itself, its counts [P, K] summed over the answers of a prompt, for the bootstrap."""
-    one = replay([w for answers in accepted for w in answers], num_speculative_tokens)
-    owner = np.repeat(np.arange(len(accepted)), [len(answers) for answers in accepted])
+    one = replay([w for answers in w_per_prompt for w in answers], num_speculative_tokens)
+    owner = np.repeat(np.arange(len(w_per_prompt)), [len(answers) for answers in w_per_prompt])
 
     def by_prompt(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-        sums = np.zeros((len(accepted), *counts.shape[1:]))
+        sums = np.zeros((len(w_per_prompt), *counts.shape[1:]))
         np.add.at(sums, owner, counts)
         return sums
 
@@ -160,7 +199,7 @@ def changes(
     assert [s.id for s in before] == [s.id for s in after]
     tokens_P = np.array([s.tokens for s in after], dtype=np.float64)
     gain_P = np.array([a.top1 - b.top1 for a, b in zip(after, before, strict=True)])
-    old, new = (replay_prompts([s.accepted for s in scores], num_speculative_tokens) for scores in (before, after))
+    old, new = (replay_prompts([s.w for s in scores], num_speculative_tokens) for scores in (before, after))
 
     def tau_change(w_RP: NDArray[np.float64]) -> NDArray[np.float64]:
         return acceptance_length_of(new, w_RP) - acceptance_length_of(old, w_RP)
@@ -179,7 +218,7 @@ def acceptance(
     """{"top1", "alpha" (its bracket), "tau" by replay at that K, "top1_change", "tau_change"}; the changes are those from
     `other`, None where there is none."""
     own = summary(scores)
-    tau = replay_prompts([s.accepted for s in scores], num_speculative_tokens).acceptance_length
+    tau = replay_prompts([s.w for s in scores], num_speculative_tokens).acceptance_length
     top1_change, tau_change = changes(other, scores, num_speculative_tokens) if other is not None else (None, None)
     return {
         "top1": own["top1"],
@@ -220,8 +259,9 @@ def verdict(sets: Mapping[str, Mapping[str, Any]]) -> str:
             change = f"(95 % interval of the change {low:+.3f} to {high:+.3f})"
             said.append(f"{what} on {name} {moved} from {before:.3f} to {after:.3f} {change}")
     if not said:
-        return "no measurable change: on every held-out set the 95 % interval of the change holds 0"
-    return "; ".join(said)
+        said = ["no measurable change: on every held-out set the 95 % interval of the change holds 0"]
+    notes = {name: (result.get("drafting") or {}).get("note") for name, result in sets.items()}
+    return "; ".join([*said, *(f"on {name}, {note}" for name, note in notes.items() if note)])
 
 
 def verdict_of_copy(sets: Mapping[str, Mapping[str, Any]]) -> str:

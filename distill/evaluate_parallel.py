@@ -1,14 +1,15 @@
 """Acceptance of a drafter that writes all its drafts in one pass, on the target's own text: τ for every K, and by offset.
 
-From every start the K most likely tokens given the prefix alone (`mask_blocks`), compared with what the target wrote; then
+From every start the drafts of K positions given the prefix alone (`mask_blocks`), held against what the target wrote; then
 rounds are replayed over the answer. A mask sees none behind it, so drafts for a smaller K are the first of those for a larger.
+Drafts that are drawn are accepted with min(1, q/p) here too: p is given the drafts before it, which by then are the text's own.
 Shapes: T tokens of an answer, K drafts of a round, N positions of a batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from numpy.typing import NDArray
 
 from distill.batches import Batch, Ints, Rows, answer_lengths
 from distill.emphasis import starts
-from distill.evaluate import in_order
+from distill.evaluate import By, in_order, told_by
 from distill.head import Head, head_scores
 from distill.mask_blocks import with_blocks
+from distill.objective import DraftSampling
 from distill.options import decoder_autocast
 from distill.student import supervised_hidden
 from pairing.acceptance import replay_rounds
@@ -31,12 +33,19 @@ MASKS = 1024  # mask columns of a row in one pass: attention sees all of them at
 
 @dataclass(frozen=True)
 class PromptRounds:
-    """One held-out prompt: w of every round that could start, answer by answer [T, K], as `pairing.acceptance.replay_rounds`
-    takes it: 1 where draft j of the round with s tokens known is the answer's token. Row 0 starts no round and is 0.
+    """One held-out prompt: every round that could start, answer by answer [T, K], by both ways of choosing drafts. Row 0 starts no
+    round and is 0.
     """
 
     id: str
-    accepted: list[NDArray[np.int8]]
+    accepted: list[NDArray[np.int8]]  # 1 where the likeliest draft j of the round with s tokens known is the answer's token
+    ratio: list[NDArray[np.float32]] = field(default_factory=list)  # min(1, q/p) there
+    by: By | None = "accepted"  # which of the two is w as the drafter is served: see `distill.evaluate.told_by`
+
+    @property
+    def w(self) -> Sequence[NDArray[Any]]:
+        """As `pairing.acceptance.replay_rounds` takes it; nothing where it is not known."""
+        return [] if self.by is None else self.ratio if self.by == "ratio" else self.accepted
 
 
 def score_rounds(
@@ -50,13 +59,16 @@ def score_rounds(
     chunk: int | None = None,
     block: int = Head.block,
     most: int | None = None,
+    draft_sample_method: DraftSampling = "greedy",
 ) -> list[PromptRounds]:
-    """Every start of the first `most` prompts (None: all), shared out over the ranks and gathered; in the rows' order."""
+    """Every start of the first `most` prompts (None: all), shared out over the ranks and gathered; in the rows' order. τ of what
+    follows from them is that of a drafter served with `draft_sample_method`."""
     K, head, weight = num_speculative_tokens, Head(rows.real, chunk, block), model.get_output_embeddings().weight
+    by = told_by(rows, draft_sample_method)
 
     def score(batch: Batch, piece: Ints) -> list[PromptRounds]:
         first_N = starts(batch.row_N, batch.column_N)
-        accepted_NK = torch.zeros(len(first_N), K, dtype=torch.int8)
+        accepted_NK, ratio_NK = (torch.zeros(len(first_N), K, dtype=kind) for kind in (torch.int8, torch.float32))
         place_N = torch.arange(len(first_N), device=first_N.device) - torch.searchsorted(batch.row_N, batch.row_N)
         part_N = place_N * (K - 1) // MASKS  # which of several passes a start's masks go into
         for part in range(int(part_N.max()) + 1):
@@ -64,15 +76,18 @@ def score_rounds(
             assert masked.blocks is not None
             with decoder_autocast(accelerator.device, accelerator.mixed_precision == "bf16"):
                 hidden = supervised_hidden(model, masked)
-            hit_N = head_scores(hidden, weight, masked.signal, head).accepted_N.to(torch.int8).cpu()
+            scores = head_scores(hidden, weight, masked.signal, head)
             offset_N = masked.blocks.offset_N.cpu()
             start_N = masked.blocks.source_N.cpu() - offset_N
-            accepted_NK[start_N, offset_N] = hit_N
-        accepted_NK[first_N.cpu()] = 0
+            accepted_NK[start_N, offset_N] = scores.accepted_N.to(torch.int8).cpu()
+            ratio_NK[start_N, offset_N] = scores.ratio_N.cpu()
+        for w_NK in (accepted_NK, ratio_NK):
+            w_NK[first_N.cpu()] = 0
         found = []
         for b, i in enumerate(piece):
-            parts = accepted_NK[(batch.row_N == b).cpu()].split(answer_lengths(rows, int(i)))
-            found.append(PromptRounds(batch.ids[b], [w.numpy() for w in parts]))
+            mine_N, lengths = (batch.row_N == b).cpu(), answer_lengths(rows, int(i))
+            parts = ([w.numpy() for w in w_NK[mine_N].split(lengths)] for w_NK in (accepted_NK, ratio_NK))
+            found.append(PromptRounds(batch.ids[b], *parts, by))
         return found
 
     return in_order(accelerator, model, rows, batch_size, most, score)
@@ -80,19 +95,22 @@ def score_rounds(
 
 def rounds_summary(scores: Sequence[PromptRounds]) -> dict[str, Any]:
     """τ for each K, and at each offset the share of starts whose draft is the target's token ("top1_by_offset": given the
-    text alone, whatever the drafts before it were) and the share of rounds at the largest K that get past it ("survival")."""
-    answers = [w for s in scores for w in s.accepted]
-    K = answers[0].shape[1]
+    text alone, whatever the drafts before it were) and the share of rounds at the largest K that get past it ("survival").
+    What no round tells, or no known w, is null."""
+    answers, likeliest = [w for s in scores for w in s.w], [w for s in scores for w in s.accepted]
+    K = likeliest[0].shape[1]
     tau = {k: replay_rounds(answers, k).acceptance_length for k in range(1, K + 1)}
     hits, counts = np.zeros(K), np.zeros(K)
-    for w in answers:
+    for w in likeliest:
         for j in range(K):
-            known = w[1 : max(1, len(w) - j), j]
-            hits[j], counts[j] = hits[j] + known.sum(), counts[j] + len(known)
+            of = w[1 : max(1, len(w) - j), j]
+            hits[j], counts[j] = hits[j] + of.sum(), counts[j] + len(of)
+    longest = replay_rounds(answers, K)
+    known = bool(longest.rounds_P.any())
     return {
         "tau": {str(k): _figure(t) for k, t in tau.items()},
         "top1_by_offset": [_figure(h / n) if n else None for h, n in zip(hits, counts, strict=True)],
-        "survival": [_figure(s) for s in replay_rounds(answers, K).survival_per_pos],
+        "survival": [_figure(s) if known else None for s in longest.survival_per_pos],
     }
 
 
@@ -121,7 +139,7 @@ def compare_rounds(
 
 
 def _counts(score: PromptRounds, num_speculative_tokens: int) -> tuple[float, float]:
-    one = replay_rounds(score.accepted, num_speculative_tokens)
+    one = replay_rounds(score.w, num_speculative_tokens)
     return float(one.accepted_PK.sum()), float(one.rounds_P.sum())
 
 

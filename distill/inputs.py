@@ -18,8 +18,8 @@ from pairing.source import load_tokenizer, resolve
 
 def open_inputs(
     draft: Path, data: Path, heldout: Mapping[str, Path], target: str | None, note: Callable[[str], None]
-) -> tuple[Rows, dict[str, Rows], float]:
-    """The answers to train and to test on, and the temperature at which the former were drawn.
+) -> tuple[Rows, dict[str, Rows]]:
+    """The answers to train and to test on.
 
     Raises InputError where the draft is quantized or not `target`'s, answers are another target's or do not fit the draft, a
     held-out prompt is trained on, or nothing (or everything) is supervised. `note` gets what is worth a line.
@@ -48,8 +48,7 @@ def open_inputs(
         supervised, tokens = int(r.supervised_P.sum()), int(r.tokens_P.sum())
         supervised_or_stop(name, supervised, tokens)
         note(f"{name}: {len(r)} prompts, {supervised:,} supervised of {tokens:,} tokens ({r.share:.1%})")
-    answered_at = float(sets["data"].meta.get("sampling", {}).get("temperature", 0.0))
-    return rows.pop("data"), {name.removeprefix("heldout."): r for name, r in rows.items()}, answered_at
+    return rows.pop("data"), {name.removeprefix("heldout."): r for name, r in rows.items()}
 
 
 def choose_mask(draft: Path, texts: Sequence[Rows], named: str | int | None, rows_learn: bool) -> Mask:

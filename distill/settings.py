@@ -44,6 +44,7 @@ class Settings:
     jsd_beta: float = 0.5
     top_logprobs: int | None = None  # ids used of the cache's; None: all
     num_speculative_tokens: int = 4  # K of what is served
+    draft_sample_method: DraftSampling = "greedy"  # how what is served drafts: whose τ evaluations give
     survival: DraftSampling | None = None  # weights positions by their chance to be reached, for this drafting
     keep_share: float = 1.0  # of an answer's positions, those where a reference drafter is ahead the most
     selection: Literal["gap", "random"] = "gap"  # random: the control that does the same work

@@ -205,20 +205,20 @@ def _save(run: Run, out: _Out, at: Position, figure: float | None) -> None:
 
 
 def _evaluate(run: Run, heldout: Mapping[str, Rows], step: int, out: _Out) -> float | None:
-    """Scores and logs every held-out set; returns the mean of their τ at the served K, None where there is none. Where
-    parallel drafting is trained, that is τ as it drafts in parallel.
+    """Scores and logs every held-out set; returns the mean of their τ at the served K, None where there is none. Drafts are chosen
+    as served; where parallel drafting is trained, they come from one pass.
 
     With a quantizer it is the 4-bit copy that is scored, from the first evaluation on: it is what will be served, and the
     best checkpoint is to be its best.
     """
     settings, parallel, found = run.settings, run.settings.parallel, []
     sizes: dict[str, Any] = {"batch_size": settings.batch_size, "chunk": settings.chunk, "block": settings.block,
-             "most": settings.eval_prompts}  # fmt: skip
+             "most": settings.eval_prompts, "draft_sample_method": settings.draft_sample_method}  # fmt: skip
     with whole(run.prepared), quantized(run.model, settings.quantizer):
         for name, rows in heldout.items():
             scores = score_prompts(run.accelerator, run.model, rows, **sizes)
             row: dict[str, Any] = {"kind": "eval", "step": step, "set": name} | summary(scores)
-            tau = replay([w for s in scores for w in s.accepted], settings.num_speculative_tokens).acceptance_length
+            tau = replay([w for s in scores for w in s.w], settings.num_speculative_tokens).acceptance_length
             if parallel is not None:
                 K = max(settings.num_speculative_tokens, parallel.num_speculative_tokens)
                 rounds = rounds_summary(score_rounds(run.accelerator, run.model, rows, parallel.mask_id, K, **sizes))

@@ -14,7 +14,7 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from eval import client, counters, effective, losslessness, open_loop, server, statistics
 from pairing.errors import PartFailedError
@@ -36,7 +36,7 @@ class Arm:
     kind: str  # "target" (named so, or AGAIN), "draft_model", "ngram", "suffix" or "speculator"
     model: Path | None = None
     num_speculative_tokens: int = 0
-    draft_sample_method: str = "greedy"  # argmax drafting, vLLM's default
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"  # argmax drafting, vLLM's default
     schedule: tuple[tuple[int, int, int], ...] = ()  # K by batch size: (from, to, K)
     prompt_lookup: tuple[int, int] = (2, 4)  # n-gram lengths, shortest and longest
     parallel_drafting: bool = False  # all drafts of a round from one pass of the drafter

@@ -157,18 +157,19 @@ def curve(title: str, series: Mapping[str, Sequence[tuple[float, float]]], *, un
 
 def offline_against_served(
     title: str,
-    before: Mapping[str, float] | None,
-    after: Mapping[str, float] | None,
+    before: Mapping[str, float | None] | None,
+    after: Mapping[str, float | None] | None,
     served: Mapping[str, Sequence[tuple[int, float]]],
 ) -> str | None:
-    """τ by K from replay, before and after training, and what the engine counted, as dots: arm -> [(K, τ)]."""
-    if not after:
+    """τ by K from replay, before and after training, and what the engine counted, as dots: arm -> [(K, τ)]. Replay that gave no
+    τ (null) is left out."""
+    if not after or all(tau is None for tau in after.values()):
         return None
 
     def draw(axes: Axes) -> None:
         top = 2.0
         for name, taus, dashes in (("replay, trained", after, "-"), ("replay, untrained", before or {}, (0, (3, 2)))):
-            points = sorted((int(k), v) for k, v in taus.items())
+            points = sorted((int(k), v) for k, v in taus.items() if v is not None)
             if points:
                 colour = STYLES[0][0] if dashes == "-" else STYLES[4][0]
                 axes.plot(*zip(*points, strict=True), color=colour, linestyle=dashes, label=name)

@@ -299,8 +299,10 @@ def _settings_alarms(rows: Sequence[Row]) -> list[str]:
 
 
 def _changes(evaluation: Mapping[str, Any] | None) -> list[tuple[str, str, list[float]]]:
+    """Those that are known, with an interval."""
     sets = (evaluation or {}).get("sets", {})
-    return [(name, figure, change) for name, s in sets.items() for figure, change in (s.get("change") or {}).items()]
+    found = [(name, figure, change) for name, s in sets.items() for figure, change in (s.get("change") or {}).items()]
+    return [(name, figure, change) for name, figure, change in found if None not in change]
 
 
 def _unchanged(evaluation: Mapping[str, Any] | None) -> bool:
@@ -323,7 +325,7 @@ def _nothing_served(evaluation: Mapping[str, Any] | None) -> str:
     sets = (evaluation or {}).get("sets", {})
     for name, s in sets.items():
         after = s.get("after") or {}
-        if "4" in after.get("tau", {}):
+        if (after.get("tau") or {}).get("4") is not None:
             return (
                 f"Not measurable: nothing was served; offline on {name}, replay gives τ = {after['tau']['4']:.2f} "
                 "at K = 4 (an estimate of acceptance, no claim about speed)."

@@ -31,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 from distill.adapters import attach, drift, load_in_4bit, merged
 from distill.batches import Rows
 from distill.checkpoint import Which, load_weights
-from distill.evaluate import compare, score_prompts, verdict, verdict_of_copy
+from distill.evaluate import compare, drafting, score_prompts, told_by, verdict, verdict_of_copy
 from distill.evaluate_parallel import compare_rounds, score_rounds
 from distill.fake_quantize import Quantizer, quantized, require_whole
 from distill.guards import tracker
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run: bool = False) -> dict[str, Any]:
     """Trains, evaluates before against after, writes the drafter; or returns the plan. All ranks call it."""
     draft = resolve(str(config.draft)).path
-    rows, heldout, answered_at = open_inputs(
+    rows, heldout = open_inputs(
         draft, config.data, config.heldout, config.target, lambda line: notes.print(line, markup=False)
     )
     if config.target_device is not None:
@@ -84,7 +84,13 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
     if config.signal == "cached":
         require_recorded(rows, config.top_logprobs)
     parallel, said = _parallel(config, draft, [rows, *heldout.values()])
-    settings, why = _settings(config, answered_at, parallel)
+    drafts = {name: drafting(held, config.draft_sample_method) for name, held in heldout.items()}
+    for name, how in drafts.items():
+        if how["note"] is not None:
+            notes.print(f"heldout.{name}: {how['note']}", markup=False)
+    if config.take == "best" and not any(told_by(held, config.draft_sample_method) for held in heldout.values()):
+        raise InputError(f"take=best goes by τ on the held-out sets: {next(iter(drafts.values()))['note']}: or give take=last")
+    settings, why = _settings(config, rows.temperature, parallel)
     if settings.quantizer is not None:
         # whether the format holds it at all; where it will be served is not known here
         plan_quantize(draft, Choice(settings.quantizer.format, group_size=config.quantizer_group_size, serve_on="cuda"))
@@ -111,12 +117,14 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
     model, taken = _trained(config, accelerator, heldout)
     before = load_model(config.draft).to(accelerator.device)
     summary |= {"losses": dict(settings.losses), "objective": why, "signal": config.signal}
-    summary |= {"temperature": config.temperature} | taken | _trained_for(settings)
+    summary |= {"temperature": config.temperature, "draft_sample_method": config.draft_sample_method}
+    summary |= taken | _trained_for(settings)
     sets, lines = {}, []
     for name, held in heldout.items():
-        sizes = {"batch_size": config.batch_size, "chunk": config.chunk, "block": config.block}
+        sizes: dict[str, Any] = {"batch_size": config.batch_size, "chunk": config.chunk, "block": config.block}
+        sizes |= {"draft_sample_method": config.draft_sample_method}
         scores = [score_prompts(accelerator, m, held, **sizes) for m in (before, model)]
-        sets[name] = compare(*scores)
+        sets[name] = compare(*scores) | {"drafting": drafts[name]}
         if parallel is not None:
             K = max(config.num_speculative_tokens, parallel.num_speculative_tokens)
             old, new = (score_rounds(accelerator, m, held, parallel.mask_id, K, **sizes) for m in (before, model))
@@ -126,7 +134,7 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
                 copy = compare(scores[1], score_prompts(accelerator, model, held, **sizes))
             sets[name]["quantized"] = {"after": copy["after"], "change": copy["change"]}
         for b, a in zip(*scores, strict=True):
-            lines.append({"set": name, "id": a.id, "tags": a.tags, "w_before": b.accepted, "w_after": a.accepted})
+            lines.append({"set": name, "id": a.id, "tags": a.tags, "w_before": b.w, "w_after": a.w})
     evaluation = {"sets": sets, "verdict": verdict(sets) + verdict_of_copy(sets), "training": summary}
     if accelerator.is_main_process:
         (config.out / "evaluation_prompts.jsonl").unlink(missing_ok=True)
@@ -311,15 +319,20 @@ def _plain(result: dict[str, Any]) -> str:
         b, a = s["before"], s["after"]
         lines.append(
             f"{name}: {s['prompts']} prompts; top-1 {b['top1']:.3f} -> {a['top1']:.3f}; alpha {a['alpha_low']:.3f} to "
-            f"{a['alpha_high']:.3f}; acceptance length at K=4 {b['tau']['4']} -> {a['tau']['4']}"
+            f"{a['alpha_high']:.3f}; acceptance length at K=4 {_tau(b, 4)} -> {_tau(a, 4)}"
         )
         if p := s.get("parallel"):
             k = p["num_speculative_tokens"]
             lines.append(
-                f"{name}, all drafts in one pass: acceptance length at K={k} {p['before']['tau'][str(k)]} -> "
-                f"{p['after']['tau'][str(k)]}; top-1 by offset {[round(x, 3) for x in p['after']['top1_by_offset'] if x]}"
+                f"{name}, all drafts in one pass: acceptance length at K={k} {_tau(p['before'], k)} -> "
+                f"{_tau(p['after'], k)}; top-1 by offset {[round(x, 3) for x in p['after']['top1_by_offset'] if x]}"
             )
     return "\n".join([*lines, f"wrote {result['drafter']}"])
+
+
+def _tau(figures: dict[str, Any], K: int) -> str:
+    tau = figures["tau"][str(K)]
+    return "not known" if tau is None else f"{tau:.3f}"
 
 
 if __name__ == "__main__":

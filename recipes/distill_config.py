@@ -117,7 +117,7 @@ class DistillConfig(Strict):
     """with signal=online: at which target and drafter are compared. 1 gave more acceptance than the serving temperature
     itself, also at that one (docs/notebook.md); stored answers hold 1 alone"""
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
-    """how the served drafter proposes, as in vLLM"""
+    """how the served drafter proposes, as in vLLM: for objective=auto, and whose τ evaluations and take=best go by"""
     num_speculative_tokens: int = Field(default=4, ge=1)
     """tokens drafted a round, as served: for survival and for the best checkpoint"""
     survival: bool = False
@@ -210,7 +210,10 @@ class DistillConfig(Strict):
             "selection": (self.keep_share < 1, "keep_share below 1"),
             "on_policy_temperature": (self.on_policy > 0, "on_policy above 0"),
             "serve_temperature": (not given, "objective=auto"),
-            "draft_sample_method": (not given or self.survival, "objective=auto, or survival=true"),
+            "draft_sample_method": (
+                not given or self.survival or bool(self.heldout),
+                "objective=auto, survival=true or heldout.NAME",
+            ),
         }
         for key, (looked_at, needs) in used.items():
             if not looked_at and getattr(self, key) != type(self).model_fields[key].default:

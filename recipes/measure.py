@@ -26,7 +26,7 @@ from rich.console import Console
 
 from distill.answers import Answers
 from distill.batches import Rows, check_rows
-from distill.evaluate import score_prompts
+from distill.evaluate import score_prompts, told_by
 from distill.evaluate_parallel import score_rounds
 from eval import requirements, server
 from eval.measure import Arm, Plan, measure
@@ -58,9 +58,6 @@ def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[s
             continue
         model = load_model(arm.model).to(accelerator.device)
         for name, requests in plan.workloads.items():
-            temperature = float(answers[name].meta.get("sampling", {}).get("temperature", 0.0))
-            if temperature and arm.draft_sample_method != "greedy":
-                continue  # w is top-1 agreement here, which is the chance of acceptance for argmax drafts alone
             rows = check_rows(
                 answers[name],
                 name,
@@ -68,11 +65,13 @@ def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[s
                 real=real,
                 context=model.config.max_position_embeddings,
             )
+            if told_by(rows, arm.draft_sample_method) is None:
+                continue
             accepted = last_rounds(accelerator, model, rows, arm)
             for group in {None, *(r.group for r in requests)}:
                 asked = [r for r in requests if group in (None, r.group) and r.id in accepted]
                 w = [accepted[r.id][: r.max_tokens] for r in asked]
-                out[arm.name, name, group] = offline(w, arm, temperature)
+                out[arm.name, name, group] = offline(w, arm, rows.temperature)
     return out
 
 
@@ -93,11 +92,10 @@ def offline(w: list[Any], arm: Arm, temperature: float) -> Offline:
 def last_rounds(accelerator: Accelerator, model: Any, rows: Rows, arm: Arm) -> dict[str, Any]:
     """What is accepted of each prompt's last answer, which is the one that is asked for, as `replay` or `replay_rounds`
     takes it."""
-    mask = mask_id_of(model.config.to_dict())
+    mask, how = mask_id_of(model.config.to_dict()), {"batch_size": 8, "draft_sample_method": arm.draft_sample_method}
     if not arm.parallel_drafting or mask is None:
-        return {s.id: s.accepted[-1] for s in score_prompts(accelerator, model, rows, batch_size=8)}
-    scores = score_rounds(accelerator, model, rows, mask, arm.num_speculative_tokens, batch_size=8)
-    return {s.id: s.accepted[-1] for s in scores}
+        return {s.id: s.w[-1] for s in score_prompts(accelerator, model, rows, **how)}
+    return {s.id: s.w[-1] for s in score_rounds(accelerator, model, rows, mask, arm.num_speculative_tokens, **how)}
 
 
 def recorded(

@@ -24,6 +24,7 @@ from distill.answers import Answers
 from distill.batches import check_rows
 from distill.evaluate import PromptScore, acceptance, score_prompts
 from distill.fake_quantize import Format
+from distill.objective import DraftSampling
 from distill.quantize import Choice, plan_quantize, quantize_drafter
 from eval.compare_formats import choose, markdown, room, served
 from eval.measure import measure
@@ -154,7 +155,8 @@ def compare(config: QuantizeConfig, side: SideBySide) -> dict[str, Any]:
     results = write_results(plan, served_as.out, where["versions"], taus, log_probs, references)
     record(plan, results, where)
     requests = read_jsonl(served_as.out / "requests.jsonl")
-    scores = {name: _scores(folder, answers["heldout"], real) for name, folder in forms.items()}
+    method = served_as.draft_sample_method
+    scores = {name: _scores(folder, answers["heldout"], real, method) for name, folder in forms.items()}
     budget = int(2**30 * side.memory_gib if side.memory_gib else 0.9 * device_memory(installed.backend).total)
     serving, k = preflight_of(plan.settings, plan.arms[1], installed.backend), served_as.num_speculative_tokens
     rows = [
@@ -173,11 +175,12 @@ def compare(config: QuantizeConfig, side: SideBySide) -> dict[str, Any]:
     return found
 
 
-def _scores(folder: Path, answers: Answers, real: int) -> list[PromptScore]:
+def _scores(folder: Path, answers: Answers, real: int, draft_sample_method: DraftSampling) -> list[PromptScore]:
     model, accelerator = load_model(folder), Accelerator()
     limits = {"rows": model.config.vocab_size, "real": real, "context": model.config.max_position_embeddings}
     rows = check_rows(answers, "answers", **limits)
-    return score_prompts(accelerator, model.to(accelerator.device), rows, batch_size=8, chunk=256)
+    sizes: dict[str, Any] = {"batch_size": 8, "chunk": 256, "draft_sample_method": draft_sample_method}
+    return score_prompts(accelerator, model.to(accelerator.device), rows, **sizes)
 
 
 def _drafter(name: str) -> ModelSource:

@@ -20,11 +20,14 @@ K = 8
 SYSTEM = [1, *range(40, 52), 2]  # a system prompt's tokens: every prompt begins with them
 
 
-def store(folder: Path, answers: Sequence[Answer], target: Path, rows: int = ROWS) -> Path:
-    """Writes `answers`, said to be of the model in `target`, and returns `folder`."""
+def store(
+    folder: Path, answers: Sequence[Answer], target: Path, rows: int = ROWS, temperature: float | None = None
+) -> Path:
+    """Writes `answers`, said to be of the model in `target`, drawn at `temperature` where one is given; returns `folder`."""
     k, tail = answers[0].head_ids_NK.shape[1], answers[0].tail_ids_NM
     sizes = {"rows": rows, "top_logprobs": k, "tail_samples": 0 if tail is None else tail.shape[1]}
-    begin(folder, {"target": describe_model(resolve(str(target))), **sizes})
+    sampling = {} if temperature is None else {"sampling": {"max_tokens": 64, "temperature": temperature}}
+    begin(folder, {"target": describe_model(resolve(str(target))), **sizes, **sampling})
     write_shard(folder, answers)
     complete(folder, {})
     return folder
@@ -84,4 +87,19 @@ def answered(target: Path, count: int, seed: int, longest: int = 14) -> list[Ans
         head_ids = np.stack([h.indices.numpy() for h in heads]).astype(np.int32)
         logp = np.stack([h.values.numpy() for h in heads])
         answers.append(Answer(chat, ids, [(len(prompt_ids), len(ids))], "stop", head_ids, logp))
+    return answers
+
+
+def tossed(count: int, longest: int, p: dict[int, float], seed: int = 0) -> list[Answer]:
+    """Answers whose tokens are draws from one and the same `p` over a few ids, recorded whole."""
+    rng, ids = np.random.default_rng(seed), sorted(p, key=lambda i: -p[i])
+    answers = []
+    for i in range(count):
+        prompt_ids = [*SYSTEM, *rng.integers(60, 64, 6).tolist()]
+        said = rng.choice(ids, size=longest - i % 4, p=[p[j] for j in ids]).tolist()
+        head_ids = np.tile(np.array(ids, np.int32), (len(said), 1))
+        logp = np.log(np.tile([p[j] for j in ids], (len(said), 1))).astype(np.float32)
+        chat = prompt([{"role": "user", "content": f"toss {seed} {i}"}])
+        span = (len(prompt_ids), len(prompt_ids) + len(said))
+        answers.append(Answer(chat, [*prompt_ids, *said], [span], "length", head_ids, logp))
     return answers

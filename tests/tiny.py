@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,24 @@ def folder(path: Path, swap: tuple[int, int] | None = None, **kwargs: Any) -> Pa
     model(**kwargs).save_pretrained(path)
     tokenizer(swap).save_pretrained(path)
     return path
+
+
+def says(q: dict[int, float]) -> LlamaForCausalLM:
+    """A model whose next token is drawn from `q` whatever came before: all hidden states are ones, the head's rows log q."""
+    one = model(layers=1, tied=False)
+    with torch.no_grad():
+        for p in one.model.parameters():
+            p.zero_()
+        one.model.embed_tokens.weight.fill_(1.0)
+        one.model.norm.weight.fill_(1.0)
+    say(one, q)
+    return one
+
+
+@torch.no_grad()
+def say(one: LlamaForCausalLM, q: dict[int, float]) -> None:
+    """Makes `q` what a model of `says` draws from."""
+    head_VH = one.lm_head.weight
+    head_VH.fill_(-1.0)  # e^-64 of the mass
+    for id_, share in q.items():
+        head_VH[id_] = math.log(share) / head_VH.shape[1]

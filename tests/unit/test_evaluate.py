@@ -11,13 +11,29 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from distill import train
 from distill.answers import open_answers
-from distill.batches import check_rows
-from distill.evaluate import PromptScore, compare, groups, replay_prompts, score_prompts, summary, verdict
-from pairing.acceptance import acceptance_length_of
+from distill.batches import Rows, check_rows
+from distill.checkpoint import load_weights
+from distill.evaluate import (
+    PromptScore,
+    acceptance,
+    compare,
+    drafting,
+    groups,
+    replay_prompts,
+    score_prompts,
+    summary,
+    verdict,
+)
+from distill.settings import Settings
+from distill.step import Run
+from distill.student import freeze
+from pairing.acceptance import acceptance_length_of, replay
+from pairing.files import read_jsonl
 from pairing.source import load_model
 from tests import tiny
-from tests.stored_answers import store, two_turns
+from tests.stored_answers import store, tossed, two_turns
 
 
 def score(i: int, accepted: list[int], **tags: Any) -> PromptScore:
@@ -132,3 +148,74 @@ def test_groups_by_tag() -> None:
 
 def test_no_set_is_no_verdict() -> None:
     assert verdict({}).startswith("not evaluated")
+
+
+A, B, C = 70, 71, 72
+P = {A: 0.9, B: 0.1}
+
+
+def tossed_rows(folder: Path, temperature: float) -> Rows:
+    """Answers drawn from P, said to be drawn at `temperature`."""
+    answers = store(folder / "a", tossed(24, 40, P), tiny.folder(folder / "target"), temperature=temperature)
+    return check_rows(open_answers(answers), "data", rows=tiny.ROWS, real=tiny.REAL_TOKENS, context=512)
+
+
+def test_drafts_are_counted_as_they_are_chosen(tmp_path: Path) -> None:
+    """p = (.9, .1) and q = (.6, .4): argmax drafts are accepted where the text goes on with A, which is .9; drawn ones with
+    min(1, q/p), 2/3 at A and 1 at B, which on p's own text is .7 = Σ min(p, q)."""
+    rows, drafter = tossed_rows(tmp_path, 1.0), tiny.says({A: 0.6, B: 0.4})
+    taus = {}
+    for method, at in (("greedy", {A: 1.0, B: 0.0}), ("probabilistic", {A: 2 / 3, B: 1.0})):
+        found = score_prompts(Accelerator(cpu=True), drafter, rows, batch_size=5, draft_sample_method=method)  # type: ignore[arg-type]
+        texts = [rows.data[i]["input_ids"][slice(*rows.data[i]["spans"])].tolist() for i in range(len(rows))]
+        expected = [[at[t] for t in text] for text in texts]
+        for s, w in zip(found, expected, strict=True):
+            assert s.w[0] == pytest.approx(w, abs=2e-3)  # the record has half precision
+        taus[method] = summary(found)["tau"]
+        assert taus[method]["4"] == pytest.approx(replay(expected, 4).acceptance_length, rel=2e-3)
+        assert acceptance(found, 4)["tau"] == taus[method]["4"]
+        assert compare(found, found)["after"]["tau"] == taus[method]
+    for method, alpha in (("greedy", 0.9), ("probabilistic", 0.7)):
+        assert taus[method]["1"] == pytest.approx(1 + alpha, abs=0.04)  # 920 draws
+
+
+@pytest.mark.parametrize(("temperature", "by"), [(0.0, "accepted"), (1.0, "ratio"), (0.5, None)])
+def test_no_tau_where_the_record_does_not_tell_it(tmp_path: Path, temperature: float, by: str | None) -> None:
+    """Recorded log-probs are at temperature 1, so min(1, q/p) at another does not follow; at 0 every draft is an argmax."""
+    rows, drafter = tossed_rows(tmp_path, temperature), tiny.says({A: 0.6, B: 0.4})
+    found = score_prompts(Accelerator(cpu=True), drafter, rows, batch_size=8, draft_sample_method="probabilistic")
+    assert [s.by for s in found] == [by] * 24
+    one = compare(found, found) | {"drafting": drafting(rows, "probabilistic")}
+    assert (one["after"]["tau"]["4"] is None) == (one["change"]["tau_4"][0] is None) == (by is None)
+    assert one["after"]["top1"] == pytest.approx(1.0)  # A is what both find likeliest
+    assert ("on own, τ of drafts that are drawn is not known" in verdict({"own": one})) == (by is None)
+    assert drafting(rows, "greedy") == {"draft_sample_method": "greedy", "temperature": temperature, "note": None}
+    json.dumps(one, allow_nan=False)
+
+
+def test_the_best_checkpoint_is_the_best_as_it_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On p = (.9, .1), step 1's q = (.4, .3, .3) is accepted with .9 by argmax and .5 drawn, step 2's (.45, .55) with .1 and
+    .55. (A stand-in writes the steps; what is scored, logged and kept is the loop's own.)"""
+
+    def step(run: Run, window: Any, at: int, progress: float) -> dict[str, Any]:
+        for _, p in run.prepared.params:
+            p.grad = torch.zeros_like(p)
+        run.prepared.optimizer.step()
+        tiny.say(run.model, ({A: 0.4, B: 0.3, C: 0.3}, {A: 0.45, B: 0.55})[at])
+        return {"loss": 1.0, "supervised": 1, "top1": 0.0}
+
+    monkeypatch.setattr(train, "optimizer_step", step)
+    rows = tossed_rows(tmp_path, 1.0)
+    common: dict[str, Any] = {
+        "seed": 0, "batch_size": 8, "accumulation": 1, "lr": 1e-3, "warmup": 0.1, "weight_decay": 0.0, "beta2": 0.98, "clip": 1.0,
+        "trainable": "layers", "losses": {"forward_kl": 1.0}, "chunk": None, "epochs": None, "max_steps": 2, "minutes": None,
+        "eval_every": 1, "eval_prompts": 24, "checkpoint_every": 1, "keep": 2,
+    }  # fmt: skip
+    for method, best, others in (("greedy", 1, 1.1), ("probabilistic", 2, 1.55)):
+        model, out = tiny.says(P), tmp_path / method
+        settings = Settings(**common, num_speculative_tokens=1, draft_sample_method=method)  # type: ignore[arg-type]
+        train.fit(Accelerator(cpu=True), model, rows, {"own": rows}, settings, out)
+        held = load_weights(out / "checkpoints", "best", freeze(model, "layers"))
+        log = [r for r in read_jsonl(out / "metrics.jsonl") if r["kind"] == "eval"]
+        assert (held["step"], held["figure"]) == (best, log[best]["tau"]["1"])
+        assert log[2]["tau"]["1"] == pytest.approx(others, abs=0.05)

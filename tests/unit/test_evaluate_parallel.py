@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +16,9 @@ from distill.answers import open_answers
 from distill.batches import Rows, check_rows
 from distill.evaluate import score_prompts
 from distill.evaluate_parallel import PromptRounds, compare_rounds, rounds_summary, score_rounds
+from pairing.acceptance import replay
 from tests import tiny
-from tests.stored_answers import made_up, store, two_turns
+from tests.stored_answers import made_up, store, tossed, two_turns
 
 K = 4
 MASK = tiny.REAL_TOKENS + 2
@@ -89,3 +94,24 @@ def test_summary_and_change_by_hand() -> None:
     assert change["before"]["tau"]["2"] == 1.0
     assert change["change"][0] == pytest.approx(2 / 3)
     assert change["change"][1] <= 2 / 3 <= change["change"][2]
+
+
+def test_drawn_drafts_of_one_pass_are_counted_by_their_ratio(tmp_path: Path) -> None:
+    """A drafter that never looks drafts alike both ways, so its rounds are those of one-by-one drafting, drawn or not."""
+    p, q = {70: 0.9, 71: 0.1}, {70: 0.6, 71: 0.4}
+    folder = store(tmp_path / "a", tossed(6, 12, p), tiny.folder(tmp_path / "target"), temperature=1.0)
+    rows = check_rows(open_answers(folder), "data", rows=tiny.ROWS, real=tiny.REAL_TOKENS, context=512)
+    accelerator, model, taus = Accelerator(cpu=True), tiny.says(q), []
+    for method in ("greedy", "probabilistic"):
+        how: dict[str, Any] = SIZES | {"draft_sample_method": method}
+        rounds, plain = score_rounds(accelerator, model, rows, MASK, K, **how), score_prompts(accelerator, model, rows, **how)
+        found = rounds_summary(rounds)
+        taus.append(found["tau"][str(K)])
+        assert taus[-1] == pytest.approx(replay([w for s in plain for w in s.w], K).acceptance_length)
+        assert compare_rounds(rounds, rounds, K)["after"] == found
+        assert found["top1_by_offset"][0] > 0.8  # of the likeliest draft, however it is served
+    assert taus[0] > taus[1] + 0.1
+    cold = score_rounds(accelerator, model, replace(rows, temperature=0.5), MASK, K, **how)
+    found = compare_rounds(cold, cold, K)
+    assert (found["change"], found["after"]["survival"]) == ([None] * 3, [None] * K)
+    assert found["after"]["tau"] == {str(k): None for k in range(1, K + 1)}

@@ -9,19 +9,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from accelerate import Accelerator
 
 from distill.answers import open_answers
+from distill.batches import check_rows
+from distill.evaluate import score_prompts, summary
 from distill.prompts import load_prompts
 from eval.measure import Arm, Plan
 from eval.server import Settings
+from pairing.acceptance import replay
 from pairing.engine import Engine
 from pairing.errors import InputError
 from pairing.files import read_json, write_json
 from pairing.init import init_drafter
 from pairing.mask_token import with_mask
-from pairing.pair import read_pair
+from pairing.pair import read_pair, update_pair
 from pairing.serving_plan import Memory
-from pairing.source import resolve
+from pairing.source import load_model, resolve
 from recipes import measure_plan
 from recipes.measure import expected, record, recorded
 from recipes.measure_config import MeasureConfig, WorkloadConfig
@@ -157,3 +161,53 @@ def test_requests_at_a_rate_are_for_one_server_at_a_time(tmp_path: Path) -> None
     config = MeasureConfig(target="nowhere", workloads={}, out=tmp_path / "out", rates=[0.5], resident=True)
     with pytest.raises(InputError, match=r"^rates: .*: give resident=false$"):
         measure_plan.plan_of(config, Engine("0.32.0", "cpu", None))
+
+
+def test_drafts_that_are_drawn_are_replayed_by_their_own_chance(tmp_path: Path) -> None:
+    """With min(1, q/p) where the answers were drawn at 1, at which it was recorded; at another temperature not at all."""
+    target = tiny.folder(tmp_path / "target", layers=3)
+    init_drafter(resolve(str(target)), tmp_path / "draft", [0, 2])
+    config = tmp_path / "draft" / "config.json"
+    write_json(config, with_mask(read_json(config), tiny.REAL_TOKENS))
+    ways = ("greedy", "probabilistic")
+    arms = [
+        Arm(f"{way}{'-parallel' * one}", "draft_model", tmp_path / "draft", 3, way, parallel_drafting=one)  # type: ignore[arg-type]
+        for way in ways
+        for one in (False, True)
+    ]
+    found = {}
+    for temperature in (1.0, 0.5):
+        folder = store(tmp_path / f"at{temperature}", made_up([9, 14, 11]), target, temperature=temperature)
+        answers = {"w": open_answers(folder)}
+        plan = Plan(target, arms, {"w": chosen(answers["w"], WorkloadConfig(answers=folder), None)}, Settings())
+        found[temperature] = expected(plan, answers, tiny.REAL_TOKENS)
+    assert {arm for arm, *_ in found[0.5]} == {"greedy", "greedy-parallel"}
+    assert {arm for arm, *_ in found[1.0]} == {arm.name for arm in arms}
+    assert all(one.temperature == temperature for temperature, of in found.items() for one in of.values())
+    rows = check_rows(answers["w"], "w", rows=tiny.ROWS, real=tiny.REAL_TOKENS, context=512)
+    model, rows = load_model(tmp_path / "draft"), replace(rows, temperature=1.0)
+    for way in ways:
+        scores = score_prompts(Accelerator(), model, rows, batch_size=8, draft_sample_method=way)  # type: ignore[arg-type]
+        tau = replay([s.w[-1] for s in scores], 3).acceptance_length
+        assert found[1.0][way, "w", None].acceptance_length == pytest.approx(tau)
+        assert tau == pytest.approx(summary(scores)["tau"]["3"])
+    one, other = (found[1.0][way, "w", None].acceptance_length for way in ways)
+    assert one != other
+
+
+def test_more_drafts_in_one_pass_than_were_trained_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tiny.folder(tmp_path / "target", layers=3)
+    init_drafter(resolve(str(target)), tmp_path / "draft", [0, 2])
+    config = tmp_path / "draft" / "config.json"
+    write_json(config, with_mask(read_json(config), tiny.REAL_TOKENS))
+    update_pair(tmp_path / "draft", parallel_drafting={"num_speculative_tokens": 4})
+    folder = store(tmp_path / "a", made_up([9, 14]), target)
+    words = [f"target={target}", f"drafters.own={tmp_path / 'draft'}", f"workloads.w.answers={folder}",
+             f"out={tmp_path / 'out'}", "max_model_len=256", "--dry-run"]  # fmt: skip
+    for K, warned in ((4, 0), (5, 1)):
+        assert measure.main([*words, f"parallel_num_speculative_tokens={K}"]) == 0
+        said = capsys.readouterr().err
+        line = f"own-parallel: num_speculative_tokens is {K}, the drafter was trained to draft 4 in one pass: "
+        assert said.count("was trained to draft") == said.count(line) == warned
