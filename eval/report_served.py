@@ -44,7 +44,8 @@ def table_rows(cell: Row, rows: Sequence[Row]) -> list[dict[str, Any]]:
     own = _rows_of(cell, rows)
     keys = ("arm", "num_speculative_tokens", "draft_sample_method")
     by_arm = {tuple(r.get(k) for k in keys): r for r in own}
-    fields = ("output_tokens_per_s", "exact_match", "acceptance_length", "draft_acceptance_rate", "prompts", "repeats")
+    fields = ("output_tokens_per_s", "exact_match", "acceptance_length", "draft_acceptance_rate", "prompts", "repeats",
+              "replay_acceptance_length", "teacher_forced_acceptance_length")  # fmt: skip
     blank = dict.fromkeys((*fields, "mismatches", *(k for k, _ in LATENCIES)))  # a void row may hold none of them
     targets = [
         {**blank, **r, "num_speculative_tokens": None, "reason": void_reason(r),

@@ -54,11 +54,18 @@ def _texts(row: Row) -> list[str]:
         figure(row["num_speculative_tokens"]),
         speed,
         figure(row["output_tokens_per_s"], 1),
-        figure(row["acceptance_length"], 2),
+        figure(row["acceptance_length"], 2) + _offline_tau(row),
         percent(row["draft_acceptance_rate"]),
         percent(row["exact_match"]),
         row["answer"] + (f": {row['reason']}" if row["answer"] in ("void", "not measurable") else ""),
     ]
+
+
+def _offline_tau(row: Row) -> str:
+    """What was expected of the τ beside it, where anything was."""
+    named = (("replay", "replay_acceptance_length"), ("teacher-forced", "teacher_forced_acceptance_length"))
+    said = [f"{name} {row[key]:.2f}" for name, key in named if row[key] is not None]
+    return f" ({', '.join(said)})" if said else ""
 
 
 def tables(run_dir: Path) -> Group:

@@ -77,7 +77,8 @@ def test_the_verdict_comes_first_then_table_plots_and_the_rest(page: str) -> Non
 def test_measured_figures_stand_in_their_row(page: str) -> None:
     rows = re.findall(r"<tr.*?</tr>", page, re.DOTALL)
     cells = [re.sub(r"<[^>]*>", " ", row).split() for row in rows]
-    assert ["drafter", "4", "1.34x", "1.28", "to", "1.40", "11.2", "3.25", "56", "%", "100", "%", "faster"] in cells
+    assert ["drafter", "4", "1.34x", "1.28", "to", "1.40", "11.2", "3.25", "replay", "3.19", "teacher-forced", "3.14",
+            "56", "%", "100", "%", "faster"] in cells  # fmt: skip
     assert ["ngram", "4", "0.97x", "0.91", "to", "1.03", "8.1", "2.40", "35", "%", "100", "%", "no", "measurable",
             "difference"] in cells  # fmt: skip
 
@@ -183,11 +184,14 @@ def test_a_measure_folder_alone_is_enough(run_dir: Path) -> None:
 
 
 def test_markdown_is_a_table_that_holds_whatever_the_names_are(tmp_path: Path) -> None:
+    told = {"replay_acceptance_length": 3.19, "teacher_forced_acceptance_length": 3.14}
     rows = [result("target", "target"), result("a|b", "draft_model", void="x | y")]
+    rows += [result("c", "draft_model", speedup=1.2, speedup_interval=[1.1, 1.3], **told, **drafted([320, 250, 190, 140], 400))]
     text = report_text.markdown_results(rows)
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {9}
     assert "void: x \\| y" in text
+    assert "| 3.25 (replay 3.19, teacher-forced 3.14) | 56" in text
 
 
 def test_shares_near_one_and_zero_keep_the_digits_that_tell() -> None:
@@ -348,3 +352,23 @@ def test_optional_fields_are_shown_where_they_are(tmp_path: Path) -> None:
 
 def test_commands_name_no_folder_of_this_machine() -> None:
     assert report_run.command(["/a/repo/recipes/run.py", "a b"]) == "python recipes/run.py 'a b'"
+
+
+def test_a_tau_that_replay_could_not_give_is_left_out(run_dir: Path, tmp_path: Path) -> None:
+    """As of drafts that are drawn, on answers drawn at 0.7: no τ in metrics.jsonl and evaluation.json, and no change of it."""
+    folder = tmp_path / "run"
+    shutil.copytree(run_dir, folder)
+    none = {str(k): None for k in range(1, 9)}
+    metrics = [m | ({"tau": none} if "tau" in m else {}) for m in read_jsonl(folder / "distill" / "metrics.jsonl")]
+    write_jsonl(folder / "distill" / "metrics.jsonl", metrics)
+    evaluation = read_json(folder / "distill" / "evaluation.json")
+    for one in evaluation["sets"].values():
+        one["before"]["tau"] = one["after"]["tau"] = none
+        one["change"]["tau_4"] = [None, None, None]
+    write_json(folder / "distill" / "evaluation.json", evaluation)
+    page = report.build(folder)
+    assert "τ at K = 4 on held-out text" not in page
+    assert "τ offline and served" not in page
+    assert "+0.761 to +0.806" in re.sub(r"<[^>]*>", "", page)  # top-1 agreement is known still
+    (folder / "measure" / "results.jsonl").unlink()
+    assert report.verdict(folder)["sentence"] == "Not measurable: nothing was served."
