@@ -40,6 +40,7 @@ class Arm:
     schedule: tuple[tuple[int, int, int], ...] = ()  # K by batch size: (from, to, K)
     prompt_lookup: tuple[int, int] = (2, 4)  # n-gram lengths, shortest and longest
     parallel_drafting: bool = False  # all drafts of a round from one pass of the drafter
+    synthetic: tuple[float, ...] = ()  # chances that the engine accepts drafts with, whatever they are
     method: str | None = None  # of a speculator: eagle3, medusa, …
 
     def speculation(self) -> dict[str, Any] | None:
@@ -55,6 +56,8 @@ class Arm:
         words: dict[str, Any] = {"method": self.method or "draft_model", "model": str(self.model)}
         words["num_speculative_tokens"] = k
         words |= {"parallel_drafting": True} if self.parallel_drafting else {}
+        if self.synthetic:
+            words |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(self.synthetic)}
         if self.schedule:
             words["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in self.schedule]
         return (

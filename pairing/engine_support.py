@@ -102,6 +102,9 @@ def support_findings(installed: Engine, found: Support | None, multimodal: bool,
         elif serving.force_v2 is True:
             what = "VLLM_USE_V2_MODEL_RUNNER=1 forces a runner that has no parallel_drafting for draft models"
             findings.append(stop(what, "engine", f"unset VLLM_USE_V2_MODEL_RUNNER, or {fix}"))
+    if installed.backend == "cpu" and serving.speculation("").get("rejection_sample_method") == "synthetic":
+        what = f"{build} ignores rejection_sample_method=synthetic: its kernels for the CPU verify the drafts as ever"
+        findings.append(stop(what, "engine", "leave synthetic acceptance out here: it is for GPUs"))
     if multimodal and not actual.multimodal:
         what = f"{build} refuses draft models beside a multimodal target ({actual.seen})"
         findings.append(stop(what, "engine", f"serve the target's text model alone, or update vLLM; {OFFLINE}"))

@@ -56,6 +56,10 @@ def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[s
     for arm in plan.arms:
         if arm.model is None or arm.kind != "draft_model":
             continue
+        if arm.synthetic:  # told by nothing but what was asked for
+            tau = 1 + sum(arm.synthetic)
+            out |= {(arm.name, name, None): Offline(0.0, tau, (tau, tau), None) for name in plan.workloads}
+            continue
         model = load_model(arm.model).to(accelerator.device)
         for name, requests in plan.workloads.items():
             rows = check_rows(
@@ -122,10 +126,10 @@ def recorded(
 
 def record(plan: Plan, rows: list[dict[str, Any]], where: Mapping[str, Any]) -> None:
     """Into each measured drafter's pair.json and card: what was measured, where (`provenance`), what to serve it with."""
-    for model in dict.fromkeys(a.model for a in plan.arms):
+    for model in dict.fromkeys(a.model for a in plan.arms if not a.synthetic):
         if model is None or not (model / "pair.json").is_file():
             continue
-        arms = {a.name: a for a in plan.arms if a.model == model}
+        arms = {a.name: a for a in plan.arms if a.model == model and not a.synthetic}
         mine = [r for r in rows if r["arm"] in arms and r["group"] is None]
         arm = arms[max(mine, key=lambda r: r["speedup"] or 0.0)["arm"]]  # both ways of drafting may be among them
         keep = ("arm", "workload", "temperature", "concurrency", "rate", "num_speculative_tokens", "parallel_drafting",

@@ -47,6 +47,11 @@ class MeasureConfig(Strict):
     """of drafters that were trained for it: measured both ways, the arm NAME-parallel taking all drafts from one pass"""
     parallel_num_speculative_tokens: int | None = Field(default=None, ge=1, le=32)
     """K of the parallel arms, whose drafts cost less and so may be more; null: num_speculative_tokens"""
+    synthetic_acceptance_rates: list[Annotated[float, Field(ge=0, le=1)]] | None = Field(
+        default=None, min_length=1, max_length=32
+    )
+    """a self-test, for GPUs: also an arm NAME-synthetic, whose draft i is accepted, with all before it, with the i-th of these
+    chances, whatever it is; its τ must be 1 + their sum, its outputs are not the target's"""
     ngram: bool = True
     """measure vLLM's n-gram proposer too"""
     suffix: bool = False

@@ -43,7 +43,7 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
         if not report["aligned"]:
             worst = next(f for f in report["findings"] if f["level"] in ("blocks", "repairable"))
             raise InputError(f"drafters.{name}: {drafter} does not fit the target: {worst['what']} ({worst['fix']})")
-        arms += drafter_arms(config, name, drafter)
+        arms += [*drafter_arms(config, name, drafter), *synthetic_arms(config, name, drafter)]
     arms += speculator_arms(config, {a.name for a in arms}, read_json(target.path / "config.json"), engine)
     if config.ngram:
         arms.append(Arm("ngram", "ngram", None, config.num_speculative_tokens))
@@ -116,6 +116,16 @@ def drafter_arms(config: MeasureConfig, name: str, drafter: Path) -> list[Arm]:
     K = config.parallel_num_speculative_tokens or config.num_speculative_tokens
     parallel = replace(one, name=f"{name}-parallel", num_speculative_tokens=K, parallel_drafting=True)
     return [parallel] if config.parallel_drafting == "only" else [one, parallel]
+
+
+def synthetic_arms(config: MeasureConfig, name: str, drafter: Path) -> list[Arm]:
+    """The drafter with the acceptance that is asked for in place of its own. Raises InputError where it cannot be had."""
+    rates = tuple(config.synthetic_acceptance_rates or ())
+    if not rates:
+        return []
+    if list(rates) != sorted(rates, reverse=True):
+        raise InputError("synthetic_acceptance_rates: a draft counts with all before it, so they may not rise: [0.8, 0.6, 0.5]")
+    return [Arm(f"{name}-synthetic", "draft_model", drafter, len(rates), config.draft_sample_method, synthetic=rates)]
 
 
 def speculator_arms(config: MeasureConfig, taken: set[str], target: dict[str, Any], engine: Engine) -> list[Arm]:

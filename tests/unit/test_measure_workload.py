@@ -211,3 +211,30 @@ def test_more_drafts_in_one_pass_than_were_trained_are_warned_of(
         said = capsys.readouterr().err
         line = f"own-parallel: num_speculative_tokens is {K}, the drafter was trained to draft 4 in one pass: "
         assert said.count("was trained to draft") == said.count(line) == warned
+
+
+def test_an_acceptance_that_is_set(tmp_path: Path) -> None:
+    """An arm beside the drafter's own: its words, its τ by hand, 1 + .8 + .5, nothing of it in pair.json; refused on a CPU."""
+    target = tiny.folder(tmp_path / "target", layers=3)
+    init_drafter(resolve(str(target)), tmp_path / "draft", [0, 2])
+    folder = store(tmp_path / "a", made_up([9, 14]), target)
+    given = {"target": str(target), "workloads": {"w": {"answers": folder}}, "out": tmp_path / "out", "ngram": False,
+             "drafters": {"own": str(tmp_path / "draft")}, "max_model_len": 256}  # fmt: skip
+    config = MeasureConfig.model_validate({**given, "synthetic_acceptance_rates": [0.8, 0.5]})
+    (arm,) = measure_plan.synthetic_arms(config, "own", tmp_path / "draft")
+    words = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
+    words |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.5]}
+    assert (arm.name, arm.speculation()) == ("own-synthetic", words)
+    assert measure_plan.synthetic_arms(MeasureConfig.model_validate(given), "own", tmp_path / "draft") == []
+    answers = {"w": open_answers(folder)}
+    plan = Plan(target, [arm], {"w": chosen(answers["w"], WorkloadConfig(answers=folder), None)}, Settings())
+    (told,) = expected(plan, answers, tiny.REAL_TOKENS).values()
+    assert (told.acceptance_length, told.interval) == (pytest.approx(2.3), (told.acceptance_length,) * 2)
+    before = read_pair(tmp_path / "draft")
+    record(plan, [], {"gpus": [], "cpu": "A CPU", "cores": 2})
+    assert read_pair(tmp_path / "draft") == before
+    with pytest.raises(InputError, match=r"vLLM 0.32.0 \(cpu\) ignores rejection_sample_method=synthetic: .*it is for GPUs$"):
+        measure_plan.plan_of(config, Engine("0.32.0", "cpu", None))
+    rising = MeasureConfig.model_validate({**given, "synthetic_acceptance_rates": [0.5, 0.8]})
+    with pytest.raises(InputError, match="they may not rise"):
+        measure_plan.synthetic_arms(rising, "own", tmp_path / "draft")

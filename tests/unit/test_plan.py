@@ -323,7 +323,8 @@ def test_answers_without_a_round_foretell_no_tau(
     init_drafter(resolve(str(target)), drafter, [0, 5])
     write_mask(drafter, free_mask(drafter))
     monkeypatch.setattr(recipe, "open_timer", by_layers(0.01))
-    words = [f"drafter={drafter}", "layers=[]", "num_speculative_tokens=[1,3]", "batch_sizes=[1]", f"out={tmp_path / 'plan.json'}"]
+    words = [f"drafter={drafter}", "layers=[]", "num_speculative_tokens=[1,3]", "batch_sizes=[1]"]
+    words.append(f"out={tmp_path / 'plan.json'}")
     code, found = planned(capsys, target, answers, *words)
     assert code == 1
     assert json.loads((tmp_path / "plan.json").read_text())["verdict"] == found["verdict"]

@@ -186,6 +186,15 @@ def test_a_schedule_of_several_k_does_not_go_with_one_pass() -> None:
     assert not found([[1, 1, 3], [2, 8, 5]])
 
 
+def test_a_set_acceptance_is_for_gpus() -> None:
+    """The CPU back end takes the key and ignores it, so a figure measured there would be the drafter's own."""
+    words = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.5]}
+    serving = Serving(num_speculative_tokens=2, max_num_seqs=8, max_model_len=1024, speculative_config=words)
+    (found,) = blocks(fly(serving, CPU))
+    assert found.what.startswith("vLLM 0.32.0 (cpu) ignores rejection_sample_method=synthetic")
+    assert not blocks(fly(serving, CUDA))
+
+
 def test_more_drafts_than_were_trained(tmp_path: Path) -> None:
     serving = Serving(num_speculative_tokens=6, speculative_config={"parallel_drafting": True})
     pair: dict[str, Any] = {"parallel_drafting": {"num_speculative_tokens": 6, "mask_id": 3}}
