@@ -45,7 +45,7 @@ def told_by(rows: Rows, draft_sample_method: DraftSampling) -> By | None:
 
 
 def drafting(rows: Rows, draft_sample_method: DraftSampling) -> dict[str, Any]:
-    """Whose τ the figures on these answers give: {"draft_sample_method", "temperature", "note"}; `note` says why there is none."""
+    """Whose τ the figures on these answers give: {"draft_sample_method", "temperature", "note": None, or why there is none}."""
     note = (
         f"τ of drafts that are drawn is not known: these answers were drawn at temperature {rows.temperature:g}, and what was "
         "recorded is the distribution at 1 (answers generated at 1 give it for 1)"
@@ -144,7 +144,7 @@ def in_order(
 
 
 def summary(scores: Sequence[PromptScore]) -> dict[str, Any]:
-    """Token means of top-1 agreement and of α's bracket, and τ for each K. τ is null without any round, or where no w is known."""
+    """Token means of top-1 agreement and of α's bracket, and τ for each K: null without any round or known w."""
     tokens = sum(s.tokens for s in scores)
     tau = {K: replay([w for s in scores for w in s.w], K).acceptance_length for K in LENGTHS}
     return {

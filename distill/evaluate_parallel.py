@@ -33,12 +33,12 @@ MASKS = 1024  # mask columns of a row in one pass: attention sees all of them at
 
 @dataclass(frozen=True)
 class PromptRounds:
-    """One held-out prompt: every round that could start, answer by answer [T, K], by both ways of choosing drafts. Row 0 starts no
-    round and is 0.
+    """One held-out prompt: every round that could start, answer by answer [T, K], by both ways of choosing drafts. Row 0 starts
+    no round and is 0.
     """
 
     id: str
-    accepted: list[NDArray[np.int8]]  # 1 where the likeliest draft j of the round with s tokens known is the answer's token
+    accepted: list[NDArray[np.int8]]  # 1 where the likeliest draft j, with s tokens known, is the answer's token
     ratio: list[NDArray[np.float32]] = field(default_factory=list)  # min(1, q/p) there
     by: By | None = "accepted"  # which of the two is w as the drafter is served: see `distill.evaluate.told_by`
 

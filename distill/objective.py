@@ -81,8 +81,8 @@ def auto(temperature: float, draft_sampling: DraftSampling) -> tuple[dict[str, W
         )
     if draft_sampling == "greedy":
         return {"forward_kl": 0.5, "top1_ce": 0.5}, (
-            f"drafted by argmax at temperature {temperature:g}, a draft is accepted with the target's probability of it, which is "
-            "largest for its most likely token: half forward KL, half cross-entropy on that token"
+            f"drafted by argmax at temperature {temperature:g}, a draft is accepted with the target's probability of it, which "
+            "is largest for its most likely token: half forward KL, half cross-entropy on that token"
         )
     return {"forward_kl": [(0.0, 1.0), (0.3, 1.0), (0.4, 0.0)], "lk_hybrid": [(0.3, 0.0), (0.4, 1.0)]}, (
         f"drafted from its own distribution at temperature {temperature:g}, a draft is accepted with Σ min(p, q): forward KL "

@@ -205,8 +205,8 @@ def _save(run: Run, out: _Out, at: Position, figure: float | None) -> None:
 
 
 def _evaluate(run: Run, heldout: Mapping[str, Rows], step: int, out: _Out) -> float | None:
-    """Scores and logs every held-out set; returns the mean of their τ at the served K, None where there is none. Drafts are chosen
-    as served; where parallel drafting is trained, they come from one pass.
+    """Scores and logs every held-out set; returns the mean of their τ at the served K, None where there is none. Drafts are
+    chosen as served; where parallel drafting is trained, they come from one pass.
 
     With a quantizer it is the 4-bit copy that is scored, from the first evaluation on: it is what will be served, and the
     best checkpoint is to be its best.

@@ -195,8 +195,8 @@ def figures(
 
 
 def foretell(steps: Steps, ks: Sequence[int], scored: Scored, *, parallel: bool = False) -> dict[str, Any] | None:
-    """K -> τ by replay and speedups of decoding and of whole requests, for the trained drafter, which comes last in `steps`. τ and
-    decoding are None where no answer is long enough for a round.
+    """K -> τ by replay and speedups of decoding and of whole requests, for the trained drafter, which comes last in `steps`. τ
+    and decoding are None where no answer is long enough for a round.
 
     `parallel`: with all drafts from one pass; None where the drafter has no mask or the engine ran no pair."""
     if parallel and not (scored.parallel and steps.parallel):

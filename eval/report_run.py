@@ -35,7 +35,10 @@ def training(run: Run, rows: Sequence[Row]) -> dict[str, Any] | None:
         ),
         plots.curve(
             "τ at K = 4 on held-out text, by replay",
-            {n: [(m["step"], m["tau"]["4"]) for m in evals if m["set"] == n and m["tau"].get("4") is not None] for n in names},
+            {
+                n: [(m["step"], m["tau"]["4"]) for m in evals if m["set"] == n and m["tau"].get("4") is not None]
+                for n in names
+            },
         ),
     ]
     for name, s in sets.items():

@@ -89,7 +89,9 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         if how["note"] is not None:
             notes.print(f"heldout.{name}: {how['note']}", markup=False)
     if config.take == "best" and not any(told_by(held, config.draft_sample_method) for held in heldout.values()):
-        raise InputError(f"take=best goes by τ on the held-out sets: {next(iter(drafts.values()))['note']}: or give take=last")
+        raise InputError(
+            f"take=best goes by τ on the held-out sets: {next(iter(drafts.values()))['note']}: or give take=last"
+        )
     settings, why = _settings(config, rows.temperature, parallel)
     if settings.quantizer is not None:
         # whether the format holds it at all; where it will be served is not known here

@@ -124,7 +124,9 @@ def synthetic_arms(config: MeasureConfig, name: str, drafter: Path) -> list[Arm]
     if not rates:
         return []
     if list(rates) != sorted(rates, reverse=True):
-        raise InputError("synthetic_acceptance_rates: a draft counts with all before it, so they may not rise: [0.8, 0.6, 0.5]")
+        raise InputError(
+            "synthetic_acceptance_rates: a draft counts with all before it, so they may not rise: [0.8, 0.6, 0.5]"
+        )
     return [Arm(f"{name}-synthetic", "draft_model", drafter, len(rates), config.draft_sample_method, synthetic=rates)]
 
 

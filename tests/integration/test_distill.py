@@ -509,7 +509,10 @@ def test_bad_input_is_refused_in_one_line_before_anything_is_written(place: Path
         ({"selection": "random"}, "selection is for keep_share"),
         ({"on_policy_temperature": 0.5}, "on_policy_temperature is for on_policy"),
         ({"losses.forward_kl": 1, "serve_temperature": 0.7}, "serve_temperature is for objective=auto"),
-        ({"losses.forward_kl": 1, "draft_sample_method": "probabilistic"}, "draft_sample_method is for objective"),
+        (
+            {"losses.forward_kl": 1, "draft_sample_method": "probabilistic", "heldout.own": "null", "heldout": "{}"},
+            "draft_sample_method is for objective=auto, survival=true or heldout",
+        ),
         # numbers that no run can have
         ({"epochs": ".inf"}, "epochs"),
         ({"minutes": ".inf"}, "minutes"),

@@ -34,7 +34,7 @@ from pairing.source import load_model, resolve
 from recipes.distill import main
 from tests import tiny
 from tests.integration.test_distill import BASE
-from tests.stored_answers import answered, store
+from tests.stored_answers import answered, made_up, store
 
 MASK = tiny.REAL_TOKENS + 1
 LIMITS = {"rows": tiny.ROWS, "real": tiny.REAL_TOKENS, "context": 512}
@@ -425,3 +425,47 @@ def test_what_a_quantizer_does_not_go_with_is_said_before_anything_is_read(
         with pytest.raises(InputError, match=message):
             main([*words, *more])
     assert not (tmp_path / "out").exists()
+
+
+def test_tau_is_that_of_the_drafts_that_are_served(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Drafts that are drawn: from answers drawn at 1, with the figures of their own w; from answers at another temperature none,
+    and a line that says so; no best checkpoint where no set tells it."""
+    for name, temperature in (("one", 1.0), ("warm", 0.7)):
+        store(tmp_path / name, made_up([9, 14, 11], seed=5), place / "target", temperature=temperature)
+    words = [
+        f"draft={place / 'draft'}",
+        f"data={place / 'train'}",
+        f"out={tmp_path / 'out'}",
+        "threads=1",
+        "max_steps=1",
+    ]
+    words += [f"heldout.warm={tmp_path / 'warm'}", "draft_sample_method=probabilistic", "take=best"]
+    with pytest.raises(
+        InputError, match=r"^take=best goes by τ on the held-out sets: τ of drafts that are drawn .* 0\.7"
+    ):
+        main(words)
+    words.append(f"heldout.one={tmp_path / 'one'}")
+    assert main([*words, "--json"]) == 0
+    said = capsys.readouterr()
+    result = json.loads(said.out)
+    assert "heldout.warm: τ of drafts that are drawn is not known" in said.err
+    assert "heldout.one" not in said.err
+    warm, one = (result["sets"][name] for name in ("warm", "one"))
+    assert (warm["after"]["tau"]["4"], warm["change"]["tau_4"]) == (None, [None] * 3)
+    assert (warm["drafting"]["temperature"], one["drafting"]["note"]) == (0.7, None)
+    assert "on warm, τ of drafts that are drawn is not known" in result["verdict"]
+    rows = check_rows(open_answers(tmp_path / "one"), "one", **LIMITS)
+    model = load_model(tmp_path / "out" / "drafter")
+    taus = {}
+    for method in ("greedy", "probabilistic"):
+        how: dict[str, Any] = {"batch_size": 8, "draft_sample_method": method}
+        taus[method] = summary(score_prompts(Accelerator(cpu=True), model, rows, **how))["tau"]["4"]
+    assert one["after"]["tau"]["4"] == pytest.approx(taus["probabilistic"])
+    assert taus["probabilistic"] != pytest.approx(taus["greedy"], rel=0.01)
+    log = [r for r in read_jsonl(tmp_path / "out" / "metrics.jsonl") if r["kind"] == "eval" and r["set"] == "one"]
+    assert log[-1]["tau"]["4"] == pytest.approx(taus["probabilistic"])
+    assert read_pair(tmp_path / "out" / "drafter")["training"]["draft_sample_method"] == "probabilistic"
+    assert main(words) == 0
+    assert "acceptance length at K=4 not known -> not known" in capsys.readouterr().out

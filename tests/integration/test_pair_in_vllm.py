@@ -36,7 +36,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @contextmanager
-def served(target: Path, drafter: Path, dtype: str = "float32", **speculation: Any) -> Iterator[Any]:
+def served(
+    target: Path, drafter: Path, dtype: str = "float32", extension: str = "", **speculation: Any
+) -> Iterator[Any]:
     from vllm import LLM
 
     require_vllm("this test")
@@ -52,7 +54,7 @@ def served(target: Path, drafter: Path, dtype: str = "float32", **speculation: A
         llm = LLM(
             str(target), dtype=dtype, enforce_eager=True, max_model_len=128, max_num_seqs=8, seed=0,
             gpu_memory_utilization=0.2, speculative_config=speculation, disable_log_stats=False,
-            enable_prefix_caching=False,
+            enable_prefix_caching=False, worker_extension_cls=extension,
         )  # fmt: skip
         try:
             yield llm

@@ -22,7 +22,7 @@ OPEN = (
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run's page, a sweep's of both ways of drafting at K from 1 to 6, of two runs compared, and the one that is kept in docs/."""
+    """A run's page, a sweep's of both ways of drafting at K from 1 to 6, of two runs compared, and the one kept in docs/."""
     folder = tmp_path_factory.mktemp("runs")
     before, demo = sample_run.write(folder / "before"), sample_run.write(folder / "demo")
     sweep = sample_sweep.write(folder / "sweep")

@@ -104,7 +104,8 @@ def test_drawn_drafts_of_one_pass_are_counted_by_their_ratio(tmp_path: Path) -> 
     accelerator, model, taus = Accelerator(cpu=True), tiny.says(q), []
     for method in ("greedy", "probabilistic"):
         how: dict[str, Any] = SIZES | {"draft_sample_method": method}
-        rounds, plain = score_rounds(accelerator, model, rows, MASK, K, **how), score_prompts(accelerator, model, rows, **how)
+        rounds = score_rounds(accelerator, model, rows, MASK, K, **how)
+        plain = score_prompts(accelerator, model, rows, **how)
         found = rounds_summary(rounds)
         taus.append(found["tau"][str(K)])
         assert taus[-1] == pytest.approx(replay([w for s in plain for w in s.w], K).acceptance_length)

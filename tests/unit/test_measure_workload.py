@@ -206,10 +206,10 @@ def test_more_drafts_in_one_pass_than_were_trained_are_warned_of(
     folder = store(tmp_path / "a", made_up([9, 14]), target)
     words = [f"target={target}", f"drafters.own={tmp_path / 'draft'}", f"workloads.w.answers={folder}",
              f"out={tmp_path / 'out'}", "max_model_len=256", "--dry-run"]  # fmt: skip
-    for K, warned in ((4, 0), (5, 1)):
-        assert measure.main([*words, f"parallel_num_speculative_tokens={K}"]) == 0
+    for most, warned in ((4, 0), (5, 1)):
+        assert measure.main([*words, f"parallel_num_speculative_tokens={most}"]) == 0
         said = capsys.readouterr().err
-        line = f"own-parallel: num_speculative_tokens is {K}, the drafter was trained to draft 4 in one pass: "
+        line = f"own-parallel: num_speculative_tokens is {most}, the drafter was trained to draft 4 in one pass: "
         assert said.count("was trained to draft") == said.count(line) == warned
 
 
@@ -233,7 +233,9 @@ def test_an_acceptance_that_is_set(tmp_path: Path) -> None:
     before = read_pair(tmp_path / "draft")
     record(plan, [], {"gpus": [], "cpu": "A CPU", "cores": 2})
     assert read_pair(tmp_path / "draft") == before
-    with pytest.raises(InputError, match=r"vLLM 0.32.0 \(cpu\) ignores rejection_sample_method=synthetic: .*it is for GPUs$"):
+    with pytest.raises(
+        InputError, match=r"vLLM 0.32.0 \(cpu\) ignores rejection_sample_method=synthetic: .*it is for GPUs$"
+    ):
         measure_plan.plan_of(config, Engine("0.32.0", "cpu", None))
     rising = MeasureConfig.model_validate({**given, "synthetic_acceptance_rates": [0.5, 0.8]})
     with pytest.raises(InputError, match="they may not rise"):

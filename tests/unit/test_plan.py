@@ -291,7 +291,9 @@ def test_a_drafter_that_drafts_in_one_pass_is_foretold_both_ways(
     assert any("does not say that it was trained" in note for note in found["notes"])
     assert [n for n in planned_notes(capsys, target, answers, drafter, trained=3) if "trained" in n] == []
     (warned,) = [n for n in planned_notes(capsys, target, answers, drafter, trained=2) if "trained" in n]
-    assert warned.startswith("in one pass: num_speculative_tokens is 3, the drafter was trained to draft 2 in one pass: ")
+    assert warned.startswith(
+        "in one pass: num_speculative_tokens is 3, the drafter was trained to draft 2 in one pass: "
+    )
     best = max(parallel["3"]["request"], one["1"]["request"], one["3"]["request"], parallel["1"]["request"])
     assert f"batch 1: {best:.2f}x" in found["verdict"]
     assert code == (0 if best >= 1.1 else 1)
@@ -305,7 +307,9 @@ def test_a_drafter_is_foretold_for_the_temperature_of_the_answers(
     drafter = tmp_path / "drafter"
     init_drafter(resolve(str(target)), drafter, [0, 5])
     words = [str(target), f"answers={answers}", "layers=[2]", "--dry-run"]
-    with pytest.raises(InputError, match=r"^temperature=0: these answers were drawn at 1, .* generated at 0, or leave") as e:
+    with pytest.raises(
+        InputError, match=r"^temperature=0: these answers were drawn at 1, .* generated at 0, or leave"
+    ) as e:
         recipe.main([*words, f"drafter={drafter}", "temperature=0"])
     assert "\n" not in str(e.value)
     assert recipe.main([*words, f"drafter={drafter}", "temperature=1"]) == 0

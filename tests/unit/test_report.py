@@ -186,7 +186,11 @@ def test_a_measure_folder_alone_is_enough(run_dir: Path) -> None:
 def test_markdown_is_a_table_that_holds_whatever_the_names_are(tmp_path: Path) -> None:
     told = {"replay_acceptance_length": 3.19, "teacher_forced_acceptance_length": 3.14}
     rows = [result("target", "target"), result("a|b", "draft_model", void="x | y")]
-    rows += [result("c", "draft_model", speedup=1.2, speedup_interval=[1.1, 1.3], **told, **drafted([320, 250, 190, 140], 400))]
+    rows += [
+        result(
+            "c", "draft_model", speedup=1.2, speedup_interval=[1.1, 1.3], **told, **drafted([320, 250, 190, 140], 400)
+        )
+    ]
     text = report_text.markdown_results(rows)
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {9}
