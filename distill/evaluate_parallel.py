@@ -86,8 +86,8 @@ def score_rounds(
         found = []
         for b, i in enumerate(piece):
             mine_N, lengths = (batch.row_N == b).cpu(), answer_lengths(rows, int(i))
-            parts = ([w.numpy() for w in w_NK[mine_N].split(lengths)] for w_NK in (accepted_NK, ratio_NK))
-            found.append(PromptRounds(batch.ids[b], *parts, by))
+            accepted, ratio = ([w.numpy() for w in w_NK[mine_N].split(lengths)] for w_NK in (accepted_NK, ratio_NK))
+            found.append(PromptRounds(batch.ids[b], accepted, ratio, by))
         return found
 
     return in_order(accelerator, model, rows, batch_size, most, score)

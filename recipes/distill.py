@@ -85,9 +85,9 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         require_recorded(rows, config.top_logprobs)
     parallel, said = _parallel(config, draft, [rows, *heldout.values()])
     drafts = {name: drafting(held, config.draft_sample_method) for name, held in heldout.items()}
-    for name, how in drafts.items():
-        if how["note"] is not None:
-            notes.print(f"heldout.{name}: {how['note']}", markup=False)
+    for name, one in drafts.items():
+        if one["note"] is not None:
+            notes.print(f"heldout.{name}: {one['note']}", markup=False)
     if config.take == "best" and not any(told_by(held, config.draft_sample_method) for held in heldout.values()):
         raise InputError(
             f"take=best goes by τ on the held-out sets: {next(iter(drafts.values()))['note']}: or give take=last"
@@ -122,18 +122,17 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
     summary |= {"temperature": config.temperature, "draft_sample_method": config.draft_sample_method}
     summary |= taken | _trained_for(settings)
     sets, lines = {}, []
+    scoring: dict[str, Any] = config.model_dump(include={"batch_size", "chunk", "block", "draft_sample_method"})
     for name, held in heldout.items():
-        sizes: dict[str, Any] = {"batch_size": config.batch_size, "chunk": config.chunk, "block": config.block}
-        sizes |= {"draft_sample_method": config.draft_sample_method}
-        scores = [score_prompts(accelerator, m, held, **sizes) for m in (before, model)]
+        scores = [score_prompts(accelerator, m, held, **scoring) for m in (before, model)]
         sets[name] = compare(*scores) | {"drafting": drafts[name]}
         if parallel is not None:
             K = max(config.num_speculative_tokens, parallel.num_speculative_tokens)
-            old, new = (score_rounds(accelerator, m, held, parallel.mask_id, K, **sizes) for m in (before, model))
+            old, new = (score_rounds(accelerator, m, held, parallel.mask_id, K, **scoring) for m in (before, model))
             sets[name]["parallel"] = compare_rounds(old, new, config.num_speculative_tokens)
         if settings.quantizer is not None:
             with quantized(model, settings.quantizer):
-                copy = compare(scores[1], score_prompts(accelerator, model, held, **sizes))
+                copy = compare(scores[1], score_prompts(accelerator, model, held, **scoring))
             sets[name]["quantized"] = {"after": copy["after"], "change": copy["change"]}
         for b, a in zip(*scores, strict=True):
             lines.append({"set": name, "id": a.id, "tags": a.tags, "w_before": b.w, "w_after": a.w})

@@ -52,7 +52,7 @@ from recipes.run_folder import open_run, provenance
 def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[str, str, str | None], Offline]:
     """(arm, workload, group) -> τ by replay: the drafter teacher-forced on the target's recorded answers, as far as they are
     asked for."""
-    accelerator, out = Accelerator(), {}
+    accelerator, out = Accelerator(), dict[tuple[str, str, str | None], Offline]()
     for arm in plan.arms:
         if arm.model is None or arm.kind != "draft_model":
             continue
@@ -96,7 +96,8 @@ def offline(w: list[Any], arm: Arm, temperature: float) -> Offline:
 def last_rounds(accelerator: Accelerator, model: Any, rows: Rows, arm: Arm) -> dict[str, Any]:
     """What is accepted of each prompt's last answer, which is the one that is asked for, as `replay` or `replay_rounds`
     takes it."""
-    mask, how = mask_id_of(model.config.to_dict()), {"batch_size": 8, "draft_sample_method": arm.draft_sample_method}
+    mask = mask_id_of(model.config.to_dict())
+    how: dict[str, Any] = {"batch_size": 8, "draft_sample_method": arm.draft_sample_method}
     if not arm.parallel_drafting or mask is None:
         return {s.id: s.w[-1] for s in score_prompts(accelerator, model, rows, **how)}
     return {s.id: s.w[-1] for s in score_rounds(accelerator, model, rows, mask, arm.num_speculative_tokens, **how)}
