@@ -26,7 +26,7 @@ from pairing.mask_token import with_mask
 from pairing.pair import read_pair, update_pair
 from pairing.serving_plan import Memory
 from pairing.source import load_model, resolve
-from recipes import measure_plan
+from recipes import measure, measure_plan
 from recipes.measure import expected, record, recorded
 from recipes.measure_config import MeasureConfig, WorkloadConfig
 from recipes.measure_plan import chosen, drafter_arms
