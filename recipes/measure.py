@@ -283,7 +283,7 @@ def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[s
             continue
         model = load_model(arm.model).to(accelerator.device)
         for name, requests in plan.workloads.items():
-            temperature = float(answers[name].meta.get("sampling", {}).get("temperature", 0.0))
+            temperature = float((answers[name].meta.get("sampling") or {}).get("temperature", 0.0))
             if temperature and arm.draft_sample_method != "greedy":
                 continue  # w is top-1 agreement here, which is the chance of acceptance for argmax drafts alone
             rows = check_rows(
