@@ -24,12 +24,13 @@ ONE_LINE := Turn the order into one line of JSON with the keys name, city, item,
 
 # Stopped anywhere, it goes on there: answers, drafter and every finished run are kept in $(BENCH). Delete it to measure anew.
 bench: setup
-	@echo "bench, about three hours on 2 cores; leave the machine alone meanwhile. In turn:"
+	@echo "bench, about four hours on 2 cores; leave the machine alone meanwhile. In turn:"
 	@echo "  data       SmolLM2-135M answers orders; a 5-layer drafter is cut from it             5 min"
 	@echo "  check      draftsmith check on 150,000 tokens                                        1 min"
-	@echo "  distill    our loop, a plain loop and TRL's GKD trainer; also with 151,936 rows     40 min"
+	@echo "  distill    our loop, a plain loop and TRL's GKD trainer; also with 151,936 rows     75 min"
 	@echo "  init       drafters of other depths and widths, trained alike and timed             20 min"
 	@echo "  objectives losses, cache sizes and the online target, 3 seeds; then each is served  50 min"
+	@echo "  recording  what recording the target's distribution costs generation                 6 min"
 	@echo "  quantize   a trained drafter in 4 bits, before and after a short part with the quantizer   20 min"
 	@echo "  parallel   one by one against all drafts in one pass, on orders and on code          60 min"
 	@echo "Results: $(BENCH)/*.jsonl and $(BENCH)/init, a line a run; tables beside them, *.md"
@@ -44,7 +45,7 @@ bench: setup
 	  layers=[0,1,14,28,29] out=$(BENCH)/draft
 	-@$(PY) -m scripts.bench_check
 	@$(PY) -m scripts.bench_distill $(PAIR) --case "orders after two examples" --train $(BENCH)/answers/train \
-	  --heldout $(BENCH)/answers/heldout --steps 3 --alpha-steps 3 --out $(BENCH)/distill.jsonl >$(BENCH)/distill.md
+	  --heldout $(BENCH)/answers/heldout --steps 3 --out $(BENCH)/distill.jsonl >$(BENCH)/distill.md
 	@$(PY) -m scripts.bench_distill $(PAIR) --case "short orders" --train $(BENCH)/answers/short \
 	  --heldout $(BENCH)/answers/short-heldout --wide-steps 0 --out $(BENCH)/distill.jsonl >>$(BENCH)/distill.md
 	@$(PY) -m scripts.bench_init --target HuggingFaceTB/SmolLM2-135M-Instruct --train $(BENCH)/answers/train \
@@ -52,10 +53,11 @@ bench: setup
 	@$(PY) -m scripts.bench_objectives $(PAIR) --train $(BENCH)/answers/train --heldout $(BENCH)/answers/heldout \
 	  --steps 30 --jobs 2 --keep $(BENCH)/kept --out $(BENCH)/objectives.jsonl >$(BENCH)/objectives.md
 	@$(PY) -m scripts.bench_served --results $(BENCH)/objectives.jsonl --out $(BENCH)/served >>$(BENCH)/objectives.md
+	-@$(PY) -m scripts.bench_recording --log $(BENCH)/recording.log >$(BENCH)/recording.md
 	@.venv/bin/draftsmith distill draft=$(BENCH)/draft data=$(BENCH)/answers/train out=$(BENCH)/trained max_steps=240
 	@$(PY) -m scripts.bench_quantize --draft $(BENCH)/trained/drafter --train $(BENCH)/answers/train \
 	  --heldout $(BENCH)/answers/heldout --out $(BENCH)/quantize.jsonl >$(BENCH)/quantize.md
 	@$(PY) -m scripts.bench_parallel --name orders --train orders --heldout orders --out $(BENCH)/parallel >$(BENCH)/parallel.md
 	@$(PY) -m scripts.bench_parallel --name code --train functions --heldout humaneval --max-tokens 96 \
 	  --out $(BENCH)/parallel >>$(BENCH)/parallel.md
-	@cat $(BENCH)/distill.md $(BENCH)/init/table.md $(BENCH)/objectives.md $(BENCH)/quantize.md $(BENCH)/parallel.md
+	@cat $(BENCH)/distill.md $(BENCH)/init/table.md $(BENCH)/objectives.md $(BENCH)/recording.md $(BENCH)/quantize.md $(BENCH)/parallel.md

@@ -126,6 +126,15 @@ def ids_in(rows: Rows) -> set[int]:
     return found
 
 
+def supervised_ids(rows: Rows) -> set[int]:
+    """Every id that some answer holds."""
+    found: set[int] = set()
+    for start in range(0, len(rows), SLICE):
+        for row in _slice(rows.data, start):
+            found |= set(row["input_ids"][supervised_index(row["spans"])].tolist())
+    return found
+
+
 def _slice(data: Any, start: int) -> list[dict[str, Any]]:
     columns = data.with_format("numpy")[start : start + SLICE]
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

@@ -114,14 +114,18 @@ def generate(
     tokenizer: Any = None,
     context: int | None = None,
     note: Callable[[str], None] = lambda _: None,
+    counts: Callable[[], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Answers `todo`, marks the folder as complete and returns its statistics. The tokenizer, and the context that the back
-    end has, are needed for chats of several turns. `note` as for `converse`."""
-    return record(job, len(todo), converse(todo, job.sampling, answer, tokenizer, context, note))
+    end has, are needed for chats of several turns. `note` as for `converse`, `counts` as for `record`."""
+    return record(job, len(todo), converse(todo, job.sampling, answer, tokenizer, context, note), counts)
 
 
-def record(job: Job, todo: int, chats: Iterable[list[Answer]]) -> dict[str, Any]:
-    """Writes the rows of `todo` chats, a shard at a time, marks the folder as complete and returns its statistics.
+def record(
+    job: Job, todo: int, chats: Iterable[list[Answer]], counts: Callable[[], dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Writes the rows of `todo` chats, a shard at a time, marks the folder as complete and returns its statistics. `counts`
+    gives what each server did, where servers answer: it is kept as "servers".
 
     Whatever ends it (an engine's death, Ctrl-C), finished chats are on disk and a later run goes on from there. The rows of
     a chat go into one shard, so that it is there as a whole or not at all.
@@ -150,7 +154,8 @@ def record(job: Job, todo: int, chats: Iterable[list[Answer]]) -> dict[str, Any]
     seconds = time.monotonic() - started
     run = {"prompts": todo, "answer_tokens": tokens, "seconds": round(seconds, 2)}
     rate = round(tokens / seconds, 1) if todo else None
-    return complete(job.folder, {"last_run": {**run, "tokens_per_s": rate}})
+    of_servers = {"servers": counts()} if counts is not None else {}
+    return complete(job.folder, {"last_run": {**run, "tokens_per_s": rate}, **of_servers})
 
 
 def _require_numbers(rows: Sequence[Answer]) -> None:

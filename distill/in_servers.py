@@ -21,7 +21,7 @@ import numpy as np
 
 from distill.requests import Answerer, Completion, Request, Sampling, ending_ids, request_seed
 from pairing.errors import InputError, PartFailedError
-from pairing.source import ModelSource
+from pairing.source import ModelSource, servable
 
 CONNECT_S, ANSWER_S = 10.0, 900.0
 REST_S, LONGEST_REST_S = 0.5, 20.0  # a server rests this long after a failure, doubled each time
@@ -74,6 +74,7 @@ class Pool:
 
     servers: list[Server]
     target: str
+    names: tuple[str, ...]  # what a server may call it: the user's name, or the folder that a serve line of ours names
     tokenizer: Any
     endings: list[int]
     served_model: str | None
@@ -110,6 +111,7 @@ def open_servers(
     pool = Pool(
         [Server(url) for url in urls],
         target.name,
+        tuple(name.rstrip("/").split("/")[-1] for name in (target.name, servable(target))),
         tokenizer,
         ending_ids(target.path),
         served_model,
@@ -405,9 +407,8 @@ def _model_of(url: str, models: Sequence[dict[str, Any]], pool: Pool) -> dict[st
             if m.get("id") == pool.served_model:
                 return m
         raise InputError(f"{url} serves no model {pool.served_model!r}: it serves {listed}")
-    own = pool.target.rstrip("/").split("/")[-1]
     for m in models:
-        if own in (str(m.get(key) or "").rstrip("/").split("/")[-1] for key in ("root", "id")):
+        if any(str(m.get(key) or "").rstrip("/").split("/")[-1] in pool.names for key in ("root", "id")):
             return m
     raise InputError(
         f"{url} serves {listed}, not {pool.target}: serve the target there, or, where it is the target under another name, "

@@ -21,8 +21,9 @@ def open_inputs(
 ) -> tuple[Rows, dict[str, Rows]]:
     """The answers to train and to test on.
 
-    Raises InputError where the draft is quantized or not `target`'s, answers are another target's or do not fit the draft, a
-    held-out prompt is trained on, or nothing (or everything) is supervised. `note` gets what is worth a line.
+    Raises InputError where the draft is quantized, answers are not `target`'s (or, without one, not those of the target that the
+    draft was made for) or do not fit the draft, a held-out prompt is trained on, or nothing (or everything) is supervised. `note`
+    gets what is worth a line.
     """
     pair, model = read_pair(draft), read_json(draft / "config.json")
     if "quantization_config" in model:
@@ -33,9 +34,11 @@ def open_inputs(
     for name, answers in sets.items():
         if target is not None:
             require_target(answers, resolve(target))
-        _require_pair(name, answers, pair, note)
+        _require_tokens(name, answers, pair, note)
     limits = {"rows": model["vocab_size"], "real": real, "context": model["max_position_embeddings"]}
     rows = {name: check_rows(answers, f"{name} ({folders[name]})", **limits) for name, answers in sets.items()}
+    for name, answers in sets.items():
+        _require_made_for(name, answers, pair, target, note)
     train = set(sets["data"].data["id"])
     for name, answers in sets.items():
         both = [i for i in answers.data["id"] if i in train] if name != "data" else []
@@ -48,6 +51,13 @@ def open_inputs(
         supervised, tokens = int(r.supervised_P.sum()), int(r.tokens_P.sum())
         supervised_or_stop(name, supervised, tokens)
         note(f"{name}: {len(r)} prompts, {supervised:,} supervised of {tokens:,} tokens ({r.share:.1%})")
+    temperatures = {name: _temperature(answers) for name, answers in sets.items()}
+    answered_at = temperatures.pop("data")
+    for name, other in temperatures.items():
+        if other is not None and answered_at is not None and other != answered_at:
+            note(
+                f"{name}: drawn at temperature {other:g}, data at {answered_at:g}: its figures are not of what is trained on"
+            )
     return rows.pop("data"), {name.removeprefix("heldout."): r for name, r in rows.items()}
 
 
@@ -83,7 +93,13 @@ def require_reference(folder: Path, draft: Path) -> None:
         )
 
 
-def _require_pair(name: str, answers: Answers, pair: dict[str, Any], note: Callable[[str], None]) -> None:
+def _temperature(answers: Answers) -> float | None:
+    """At which its answers were drawn; None where that is not known, as of texts from elsewhere."""
+    found = (answers.meta.get("sampling") or {}).get("temperature")
+    return None if found is None else float(found)
+
+
+def _require_tokens(name: str, answers: Answers, pair: dict[str, Any], note: Callable[[str], None]) -> None:
     if answers.meta.get("turns") == "given":
         note(f"{name}: its answers are not the target's own, so acceptance on them is not what serving gives")
     was, made_for = answers.meta["target"], pair["target"]
@@ -92,5 +108,22 @@ def _require_pair(name: str, answers: Answers, pair: dict[str, Any], note: Calla
             f"{name}: these answers are in the tokens of {was['name']}, the draft was made for {made_for['name']}, and "
             "their tokenizers differ: make the draft from that target with `draftsmith init`"
         )
-    if was["digests"]["weights"] != made_for["digests"]["weights"]:
-        note(f"{name}: written by {was['name']}, the draft was made from {made_for['name']}")
+
+
+def _require_made_for(
+    name: str, answers: Answers, pair: dict[str, Any], target: str | None, note: Callable[[str], None]
+) -> None:
+    """Raises InputError where the answers are of another model than the draft was made for, and no `target` says that this is
+    meant: a target that was tuned on since then, say."""
+    was, made_for = answers.meta["target"], pair["target"]
+    differ = [part for part, digest in made_for["digests"].items() if was["digests"].get(part) != digest]
+    if not differ:
+        return
+    parts = ", ".join(differ)
+    what = f"{name}: written by {was['name']}, the draft was made for {made_for['name']}, which differs in its {parts}"
+    if target is None and {"weights", "template"} & {*differ}:
+        raise InputError(
+            f"{what}: generate answers with that one, or, where the pair will be served with {was['name']}, say so: "
+            f"target={was['name']}"
+        )
+    note(what)

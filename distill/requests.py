@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from distill.prompts import Prompt
 from pairing.errors import InputError
+from pairing.source import load_config, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -105,19 +106,14 @@ def require_fit(requests: Sequence[Request], max_tokens: int, context: int | Non
 
 def text_config(folder: Path) -> Any:
     """The language model's config: `vocab_size` rows, `max_position_embeddings`, layer and head counts."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    return load_config(folder).get_text_config()
 
 
 def ending_ids(folder: Path) -> list[int]:
     """Every id that ends an answer: eos of generation config (one or a list), of config and of tokenizer."""
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import GenerationConfig
 
-    found = [
-        text_config(folder).eos_token_id,
-        AutoTokenizer.from_pretrained(folder, local_files_only=True).eos_token_id,
-    ]
+    found = [text_config(folder).eos_token_id, load_tokenizer(folder).eos_token_id]
     if (folder / "generation_config.json").is_file():
         found.append(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
     return sorted({id_ for ids in found if ids is not None for id_ in (ids if isinstance(ids, list) else [ids])})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,14 @@ def write_drafter(
     how: Mapping[str, Any],
     data: Path,
     parallel: Mapping[str, Any] | None = None,
+    learnt: Collection[int] = (),
 ) -> None:
     """`goal`: `draft`'s folder with `model`'s weights in the draft's own dtype; all else but pair.json and card is copied.
 
     `how`: the settings that the card names, beside `evaluation`'s summary of the training. `parallel`: what pair.json says of
-    parallel drafting, where that was trained; its "mask_id" goes into config.json too. Changes `model`'s type and padding
-    rows. Raises PartFailedError where the folder does not load as it was written (fault D16).
+    parallel drafting, where that was trained; its "mask_id" goes into config.json too. `learnt`: ids whose rows learnt from
+    answers that hold them, which are marked as untrained no longer. Changes `model`'s type and padding rows. Raises
+    PartFailedError where the folder does not load as it was written (fault D16).
     """
     broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
     assert not broken, broken  # the last checkpoint has looked
@@ -53,7 +55,10 @@ def write_drafter(
             write_json(temp / "config.json", with_mask(read_json(temp / "config.json"), parallel["mask_id"]))
         # what was measured with the draft was not measured with these weights
         stale: dict[str, Any] = {"measurements": [], "serve": None, "formats": None}
-        update_pair(temp, made=[*read_pair(temp)["made"], step], training=training, parallel_drafting=parallel, **stale)
+        pair = read_pair(temp)
+        if marked := pair.get("needs_training"):
+            stale["needs_training"] = [i for i in marked if i not in learnt]
+        update_pair(temp, made=[*pair["made"], step], training=training, parallel_drafting=parallel, **stale)
         write_card(temp, name="drafter")
         check_reload(temp, model)
 

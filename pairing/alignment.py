@@ -14,8 +14,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from pairing.compare_chat import compare_special_ids, compare_templates
-from pairing.compare_rows import compare_rows, head_findings
+from pairing.compare_rows import compare_rows, head_findings, untrained_findings
 from pairing.compare_tokens import compare_segmentation, compare_tokens, tokens_by_id
+from pairing.files import read_json
 from pairing.finding import LEVELS, USERS, Finding
 from pairing.mask_token import mask_findings
 from pairing.serving import compare_context, context, engine_findings, overridden, shard_findings, stateful
@@ -62,11 +63,13 @@ def check_pair(
     d_tokens = t_tokens if d.tokenizer is t.tokenizer else tokens_by_id(d.tokenizer)
     token_findings = compare_tokens(t_tokens, d_tokens)
     same = not any(f.level == "blocks" for f in token_findings)
+    said = drafter.path / "pair.json"
     findings = [
         *token_findings,
         *compare_rows(t, d, max(t_tokens), max(max(t_tokens), max(d_tokens)), same),
         *head_findings(t, "target"),
         *head_findings(d, "drafter"),
+        *(untrained_findings(read_json(said), d_tokens) if said.is_file() else []),
         *compare_special_ids(t, d),
         *mask_findings(d, d_tokens),
         *(compare_segmentation(t.tokenizer, d.tokenizer, t_tokens) if same else []),

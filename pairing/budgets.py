@@ -9,7 +9,7 @@ import psutil
 
 from pairing.engine import Engine
 from pairing.finding import Finding
-from pairing.serving import context, overridden, text_config
+from pairing.serving import context, overridden, served_positions, text_config
 from pairing.serving_plan import Memory, Model, Serving, served_length, stop
 
 ITEM = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
@@ -54,6 +54,11 @@ def length_findings(target: Model, drafter: Model, serving: Serving) -> list[Fin
                 f"serve with `--max-model-len {d}`: {cost}",
             )
         )
+    drafted = served_positions(text_config(drafter.config))
+    if own is None and drafted is not None and length is not None and drafted < min(length, d or length):
+        what = f"vLLM drafts up to {drafted} tokens of prompt and answer only: the drafter's original_max_position_embeddings"
+        fix = f"set max_model_len to {length} in --speculative-config, then measure there"
+        findings.append(Finding("warns", what, "context", fix))
     return findings
 
 
@@ -186,7 +191,8 @@ def memory_findings(
         limit = f"{over:.1%} over {has}" if over > 0 else f"VLLM_CPU_KVCACHE_SPACE gives them {_gib(space)}"
         what = f"{parts}, both KV caches {_gib(one)} for one request of {n['length']} tokens: {limit}"
         more = "VLLM_CPU_KVCACHE_SPACE" if fixed else "--gpu-memory-utilization"
-        findings.append(stop(what, "memory", f"serve with `--max-model-len {fits}`, or raise {more}"))
+        shorter = f"serve with `--max-model-len {fits}`, or raise {more}" if fits else f"no length fits: raise {more}"
+        findings.append(stop(what, "memory", shorter))
     elif fixed and (serving.kv_cache_gib or 0) * 2**30 > budget - models:
         what = f"VLLM_CPU_KVCACHE_SPACE={serving.kv_cache_gib} GiB beside {parts} is more than {has}"
         fix = f"set VLLM_CPU_KVCACHE_SPACE to {(budget - models) // 2**30} or less"

@@ -145,10 +145,15 @@ def _plain(value: Any) -> str:
 
 
 def _limits(pair: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not rows:
-        return ["Not measured yet: `draftsmith measure` says what it gains, and where it does not."]
-    known = [r for r in rows if r.get("speedup_interval") and not r["void"]]
     limits = []
+    if marked := pair.get("needs_training"):
+        ids = ", ".join(map(str, marked[:8])) + (", …" if len(marked) > 8 else "")
+        limits.append(
+            f"Rows that were made and never trained: {len(marked)} (ids {ids}); it drafts these tokens by guess."
+        )
+    if not rows:
+        return [*limits, "Not measured yet: `draftsmith measure` says what it gains, and where it does not."]
+    known = [r for r in rows if r.get("speedup_interval") and not r["void"]]
     for title, chosen in (
         ("Do not deploy it, it is slower than the target alone", [r for r in known if r["speedup_interval"][1] < 1]),
         ("No measurable gain", [r for r in known if r["speedup_interval"][0] <= 1 <= r["speedup_interval"][1]]),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pairing.finding import ONE_VOCABULARY, Finding
 from pairing.side import Side
 from pairing.weights import EMBEDDINGS, HEADS, PACKED, TensorInfo, find
@@ -96,6 +99,17 @@ def head_findings(side: Side, role: str) -> list[Finding]:
             )
         ]
     return []
+
+
+def untrained_findings(pair: Mapping[str, Any], tokens: Mapping[int, str]) -> list[Finding]:
+    """Rows that `repair` or `init donor=` made and no training has reached since, as the drafter's pair.json marks them."""
+    marked = pair.get("needs_training") or []
+    if not marked:
+        return []
+    named = ", ".join(f"{i} {tokens.get(i)!r}" for i in marked[:4]) + (", …" if len(marked) > 4 else "")
+    what = f"rows of the drafter that were made and never trained: {len(marked)} ({named})"
+    fix = "distil it with trainable=all (or trainable=lora lora.vocabulary=true) on answers that hold these tokens"
+    return [Finding("warns", what, "rows", fix)]
 
 
 def _packed(info: TensorInfo) -> bool:

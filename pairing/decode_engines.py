@@ -17,7 +17,7 @@ from typing import Any
 from pairing.decode_time import BLOCK, BLOCKS, PROMPTS, WARM
 from pairing.files import read_json
 from pairing.serving import text_config
-from pairing.source import load_model
+from pairing.source import load_config, load_model
 
 KV_BYTES = 2**28  # per engine at least
 
@@ -138,7 +138,7 @@ def _open_vllm(words: Mapping[str, Any], seqs: int, cpu: bool, dtype: str) -> Be
 
 def _open_transformers(words: Mapping[str, Any], seqs: int, cpu: bool, dtype: str) -> Begin:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     assert not words["draft"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -146,7 +146,7 @@ def _open_transformers(words: Mapping[str, Any], seqs: int, cpu: bool, dtype: st
         model = load_model(Path(words["folder"])).to(device).eval()
     else:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(words["folder"])).eval()
+            model = AutoModelForCausalLM.from_config(load_config(Path(words["folder"])), trust_remote_code=False).eval()
 
     def begin(batch: int) -> tuple[Callable[[int], Any], float]:
         prompts = torch.tensor(_prompts(words["folder"], batch, words["prompt"]), device=device)

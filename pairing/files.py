@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pairing.errors import InputError
+
+FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)  # what a full disk, a limit on a file and a quota say
 
 
 def _fsync_folder(folder: Path) -> None:
@@ -29,6 +32,8 @@ def _writable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
+        if e.errno in FULL:  # another place is not what is needed
+            raise
         raise InputError(f"{path}: cannot be written ({e.strerror}): name another place") from e
 
 
@@ -53,8 +58,9 @@ def write_bytes(path: Path, data: bytes) -> None:
             os.fsync(f.fileno())
         os.chmod(temp, 0o644)
         os.replace(temp, path)
-    except BaseException:
+    except BaseException as e:
         Path(temp).unlink(missing_ok=True)
+        e.add_note(str(path))  # an error of a write knows no name
         raise
     _fsync_folder(path.parent)
 
@@ -136,8 +142,9 @@ def new_folder(path: Path) -> Iterator[Path]:
             path.rmdir()
         os.replace(temp, path)
         _fsync_folder(path.parent)
-    except BaseException:
+    except BaseException as e:
         shutil.rmtree(temp, ignore_errors=True)
+        e.add_note(str(path))
         raise
 
 

@@ -191,7 +191,8 @@ def init_from_config(target: ModelSource, out: Path, config: dict[str, Any], see
         raise InputError(f"config: no drafter for vLLM: {'; '.join(reasons)}")
     torch.manual_seed(seed)
     try:
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(config))
+        made_of = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+        model = AutoModelForCausalLM.from_config(made_of, trust_remote_code=False)
     except ValueError as e:
         raise InputError(f"config: no causal LM ({str(e).splitlines()[0]})") from None
     with new_folder(out) as temp:

@@ -6,6 +6,7 @@ Every row of an id that the drafter's tokenizer has stays bit by bit as it was. 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from pairing.card import write_card
 from pairing.compare_tokens import tokens_by_id
 from pairing.files import new_folder, write_json
 from pairing.init import SPECIAL, copy_companions, with_vocabulary
+from pairing.mask_token import mask_id_of
 from pairing.pair import new_pair, read_pair
 from pairing.rows import make_rows, row_sources, settle_padding
-from pairing.side import read_side
+from pairing.side import Side, read_side
 from pairing.source import ModelSource
-from pairing.weights import TensorInfo, rewrite, vocabulary_tensors
+from pairing.weights import EMBEDDINGS, rewrite, vocabulary_tensors
 
 
 def plan_repair(target: ModelSource, drafter: ModelSource, quiet_padding: bool = False) -> dict[str, Any]:
@@ -35,6 +37,7 @@ def plan_repair(target: ModelSource, drafter: ModelSource, quiet_padding: bool =
     blocks = [f["what"] for f in report["findings"] if f["level"] == "blocks"]
     mends = [f["what"] for f in report["findings"] if f["repair"]]
     t, d = read_side(target), read_side(drafter)
+    blocks += _mask_blocks(t, d)
     tensors = vocabulary_tensors(d.tensors, d.name) if not blocks else {}
     rows = [min((info.shape[0] for info in tensors.values()), default=0), int(t.text.get("vocab_size") or 0)]
     ours, theirs = tokens_by_id(t.tokenizer), tokens_by_id(d.tokenizer)
@@ -43,7 +46,7 @@ def plan_repair(target: ModelSource, drafter: ModelSource, quiet_padding: bool =
     if missing and not blocks:
         every = row_sources(t.tokenizer, d.tokenizer, rows[0])
         sources = {i: every[i] for i in missing}
-    if quiet_padding and not blocks and _unsettled(drafter, tensors, set(ours)):
+    if quiet_padding and not blocks and _unsettled(d, set(ours)):
         mends.append("rows of the drafter that no token uses could still be drafted")
     return {
         "needed": bool(mends) and not blocks,
@@ -74,11 +77,11 @@ def repair(target: ModelSource, drafter: ModelSource, out: Path, quiet_padding: 
     old, rows = plan["rows"]
     real = {i for i in ours & theirs if i < min(old, rows)}
 
-    def mended(weight: torch.Tensor) -> torch.Tensor:
+    def mended(name: str, weight: torch.Tensor) -> torch.Tensor:
         made = make_rows(weight, sources, real, rows)
         kept = [i for i in range(min(old, rows)) if i not in sources]
         made[kept] = weight[kept]
-        return settle_padding(made, ours) if quiet_padding else made
+        return settle_padding(made, _kept(name, ours, d)) if quiet_padding else made
 
     with new_folder(out) as temp:
         rewrite(drafter.path, temp, plan["tensors"], mended)
@@ -91,7 +94,7 @@ def repair(target: ModelSource, drafter: ModelSource, out: Path, quiet_padding: 
         made = {"step": "repair", "of": drafter.name, "rows": plan["rows"], "mends": plan["mends"],
                 "initialised": plan["initialised"]}  # fmt: skip
         before = read_pair(drafter.path) if (drafter.path / "pair.json").is_file() else {}
-        pair = new_pair(target, made) | {k: before.get(k) for k in ("training", "quantization")}
+        pair = new_pair(target, made) | {k: before.get(k) for k in ("training", "quantization", "parallel_drafting")}
         pair["made"] = [*before.get("made", []), made]
         pair["needs_training"] = sorted({*before.get("needs_training", []), *untrained})
         write_json(temp / "pair.json", pair)
@@ -102,11 +105,33 @@ def repair(target: ModelSource, drafter: ModelSource, out: Path, quiet_padding: 
     return result
 
 
-def _unsettled(drafter: ModelSource, tensors: dict[str, TensorInfo], used: set[int]) -> bool:
+def _mask_blocks(target: Side, drafter: Side) -> list[str]:
+    """Why the drafter's mask id, where it has one, would be lost: its row is trained and no other will do."""
+    mask, rows = mask_id_of(drafter.config), int(target.text.get("vocab_size") or 0)
+    ours, theirs = tokens_by_id(target.tokenizer), tokens_by_id(drafter.tokenizer)
+    if mask is None:
+        return []
+    if mask >= rows:
+        return [
+            f"the drafter's mask id {mask} lies past the target's {rows} rows: distil it anew with a mask that both have"
+        ]
+    if mask in ours and mask not in theirs:
+        return [f"the drafter's mask id {mask} is the target's token {ours[mask]!r}: distil it anew with another mask"]
+    return []
+
+
+def _kept(name: str, used: Collection[int], drafter: Side) -> set[int]:
+    """The ids whose rows of the tensor `name` are no padding: those in use, and of the embedding the mask, which learnt there
+    what to say; in a head of its own the mask is never to be drafted."""
+    mask = mask_id_of(drafter.config)
+    return {*used} | ({mask} if mask is not None and name.endswith(EMBEDDINGS) else set())
+
+
+def _unsettled(drafter: Side, used: set[int]) -> bool:
     """Whether some row outside `used` could still win: reads the vocabulary's tensors."""
-    for name, info in tensors.items():
+    for name, info in vocabulary_tensors(drafter.tensors, drafter.name).items():
         with safe_open(info.file, framework="pt") as f:
             weight = f.get_tensor(name)
-        if not torch.equal(weight, settle_padding(weight, {i for i in used if i < len(weight)})):
+        if not torch.equal(weight, settle_padding(weight, {i for i in _kept(name, used, drafter) if i < len(weight)})):
             return True
     return False

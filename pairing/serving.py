@@ -47,6 +47,17 @@ def context(config: Mapping[str, Any]) -> int | None:
     return int(length * (1.0 if kind in SCALED_ALREADY else float(rope.get("factor") or 1)))
 
 
+def served_positions(config: Mapping[str, Any]) -> int | None:
+    """Positions that vLLM takes where no flag says: those of `context`; of LongRoPE the shorter ones that it was trained on
+    before it was scaled (`_get_and_verify_max_len`, "to avoid performance degradation for shorter sequences")."""
+    length, rope = context(config), scaling(config)
+    if length is None or rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+        return length
+    # Phi-3's class has this value by itself, and transformers does not write out what a class has by itself
+    first = config.get("original_max_position_embeddings", 4096 if config.get("model_type") == "phi3" else None)
+    return int(first or length)
+
+
 def window(config: Mapping[str, Any]) -> int | None:
     """The sliding window that the layers attend within; None where it is off."""
     on = config.get("use_sliding_window", True)

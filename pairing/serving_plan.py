@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pairing.finding import Finding
-from pairing.serving import context, overridden, text_config
+from pairing.serving import overridden, served_positions, text_config
 from pairing.weights import TensorInfo
 
 
@@ -59,7 +59,7 @@ def stop(what: str, where: str, fix: str) -> Finding:
 
 def served_length(target: Model, drafter: Model, serving: Serving) -> int | None:
     """`--max-model-len` as vLLM resolves it; None where neither flag nor config says."""
-    return serving.max_model_len or context(overridden(text_config(target.config), serving.hf_overrides))
+    return serving.max_model_len or served_positions(overridden(text_config(target.config), serving.hf_overrides))
 
 
 def serve_line(target: str, drafter: str, serving: Serving) -> str:

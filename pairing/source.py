@@ -1,6 +1,7 @@
 """What a model name means: a folder, a LoRA adapter, a GGUF file or a hub id, resolved to one local Hugging Face folder.
 
-Everything behind this module sees folders only. Pickled weights are never read, and no remote code is run.
+Everything behind this module sees folders only. Pickled weights are never read, and no remote code is run:
+transformers would ask on the terminal whether it may, so each of its loaders is told that it may not.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pairing.errors import InputError
 from pairing.files import digest_file, digest_json, new_folder, read_json, write_json, write_text
 from pairing.lora import CONFIG, WEIGHTS, is_adapter, merge_adapter, read_adapter
 from pairing.sound import require_sound
+from pairing.weights import EMBEDDINGS, find, read_headers
 
 if TYPE_CHECKING:
     import torch
@@ -244,8 +246,9 @@ def _dequantize(gguf: Path, folder: Path) -> None:
             gguf_file=gguf.name,
             quantization_config=GgufConfig(dequantize=True),
             dtype="float32",
+            trust_remote_code=False,
         )
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     except Exception as e:
         raise InputError(f"{gguf}: transformers cannot read this GGUF file ({type(e).__name__}: {e})") from e
     with new_folder(folder) as temp:
@@ -262,37 +265,74 @@ def quiet_off_terminal() -> None:
         logging.disable_progress_bar()
 
 
+def load_config(folder: Path) -> Any:
+    """transformers' config of the model in `folder`. Raises InputError where there is none, or none without remote code."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, StrictDataclassError) as e:
+        raise InputError(f"{folder}: its config.json does not load ({_reason(e)})") from e
+
+
+def _reason(e: Exception) -> str:
+    """In one line. transformers would have us pass an argument that runs what the folder brings."""
+    if "trust_remote_code" in str(e):
+        return (
+            "it needs Python code of its own (auto_map), which is never run here: give a model that transformers knows"
+        )
+    return " ".join(str(e).split())[:300]
+
+
 def load_model(folder: Path, dtype: torch.dtype | str = "float32", **kwargs: Any) -> Any:
     """The causal LM in `folder`, from safetensors only, without remote code."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     quiet_off_terminal()
+    config = load_config(folder)
+    packed = getattr(config, "quantization_config", None)
+    if isinstance(packed, dict) and packed.get("quant_method") == "compressed-tensors":
+        # else it unpacks in the whole model's first forward, and our passes call the decoder
+        packed["dequantize"] = True
+        kwargs["config"] = config
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        packed = getattr(config, "quantization_config", None)
-        if isinstance(packed, dict) and packed.get("quant_method") == "compressed-tensors":
-            # else it unpacks in the whole model's first forward, and our passes call the decoder
-            packed["dequantize"] = True
-            kwargs["config"] = config
         return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, local_files_only=True, **kwargs
+            folder, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False, **kwargs
         )
     except (ValueError, OSError, SafetensorError, StrictDataclassError) as e:
-        raise InputError(f"{folder}: does not load as a causal LM ({' '.join(str(e).split())[:300]})") from e
+        raise InputError(f"{folder}: does not load as a causal LM ({_reason(e)})") from e
+    except RuntimeError as e:  # transformers' own, whose words name a report in the log
+        if "ignore_mismatched_sizes" not in str(e):
+            raise
+        raise InputError(
+            f"{folder}: its weights have other shapes than its config.json says{_other_rows(folder, config)}: mend "
+            "config.json, or fetch the folder again"
+        ) from e
+
+
+def _other_rows(folder: Path, config: Any) -> str:
+    """The usual case in numbers: vocabulary rows."""
+    embedding = find(read_headers(folder), EMBEDDINGS)
+    rows = config.get_text_config().vocab_size
+    if embedding is None or embedding.shape[0] == rows:
+        return ""
+    return f" (its embedding has {embedding.shape[0]} rows, its config vocab_size {rows})"
 
 
 def empty_model(folder: Path) -> Any:
     """The causal LM that the config in `folder` describes, its modules without weights (on the meta device)."""
     import torch
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
+    config = load_config(folder)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, OSError, StrictDataclassError) as e:
-        raise InputError(f"{folder}: describes no causal LM ({' '.join(str(e).split())[:300]})") from e
+        raise InputError(f"{folder}: describes no causal LM ({_reason(e)})") from e
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -302,9 +342,9 @@ def load_tokenizer(folder: Path) -> Any:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise InputError(f"{folder}: no tokenizer in that folder: copy tokenizer.json and tokenizer_config.json there")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as e:  # tokenizers raises plain Exception on a corrupt tokenizer.json
-        raise InputError(f"{folder}: its tokenizer does not load ({' '.join(str(e).split())[:300]})") from e
+        raise InputError(f"{folder}: its tokenizer does not load ({_reason(e)})") from e
     if not tokenizer.is_fast:
         raise InputError(
             f"{folder}: only a slow (Python) tokenizer, {type(tokenizer).__name__}: "

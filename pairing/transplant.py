@@ -23,7 +23,7 @@ from pairing.pair import new_pair
 from pairing.rows import make_rows, row_sources, special_ids
 from pairing.side import read_side
 from pairing.source import ModelSource
-from pairing.weights import parameters, rewrite, vocabulary_tensors
+from pairing.weights import parameters, read_headers, rewrite, vocabulary_tensors
 
 SOURCES = "row_sources.jsonl"
 
@@ -75,7 +75,7 @@ def transplant(
     tensors, rows = plan.pop("tensors"), plan["rows"][1]
     t, d = read_side(target), read_side(donor)
 
-    def grafted(weight: torch.Tensor) -> torch.Tensor:
+    def grafted(name: str, weight: torch.Tensor) -> torch.Tensor:
         return make_rows(weight, sources, real, rows)
 
     with new_folder(out) as temp:
@@ -94,10 +94,11 @@ def transplant(
         assert report["aligned"], report["verdict"]
         write_json(temp / "pair.json", pair | {"alignment": summary(report)})
         write_card(temp, name=out.name)
+        count = parameters(read_headers(temp))  # the rows are the target's
     return {
         "drafter": str(out),
         "target": target.name,
         "donor": donor.name,
-        "parameters": parameters(d.tensors),
+        "parameters": count,
         **plan,
     }

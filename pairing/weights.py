@@ -117,14 +117,16 @@ def vocabulary_tensors(tensors: dict[str, TensorInfo], name: str) -> dict[str, T
     return found
 
 
-def rewrite(source: Path, goal: Path, names: Collection[str], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def rewrite(
+    source: Path, goal: Path, names: Collection[str], change: Callable[[str, torch.Tensor], torch.Tensor]
+) -> None:
     """Writes the weight files of `source` to `goal` under the same names, the tensors `names` as `change` makes them."""
     from safetensors.torch import save_file
 
     for file in weight_files(source):
         with safe_open(file, framework="pt") as f:
             weights = {key: f.get_tensor(key) for key in f.offset_keys()}
-        weights |= {key: change(weights[key]) for key in names if key in weights}
+        weights |= {key: change(key, weights[key]) for key in names if key in weights}
         save_file(weights, goal / file.name, metadata={"format": "pt"})
     index = source / "model.safetensors.index.json"
     if index.is_file():

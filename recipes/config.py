@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
+import re
 import sys
 import types
 import typing
@@ -13,8 +15,10 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
+from safetensors import SafetensorError
 
 from pairing.errors import InputError, PartFailedError
+from pairing.files import FULL
 
 
 class Strict(BaseModel):
@@ -168,6 +172,26 @@ def guarded(main: typing.Callable[[list[str]], int]) -> int:
     except PartFailedError as e:
         err.print(f"failed: {e}", style="red", markup=False)
         return 3
+    except (OSError, SafetensorError) as e:
+        reason = _full(e)
+        if reason is None:
+            raise
+        err.print(f"failed: {reason}", style="red", markup=False)
+        return 3
     except KeyboardInterrupt:
         err.print("stopped; the same command goes on from here", markup=False)
         return 130
+
+
+def _full(e: OSError | SafetensorError) -> str | None:
+    """What a full disk stopped, in one line; None where that is not what it was. safetensors tells the reason in words."""
+    told = re.search(r"\b(?:os error|code:) (\d+)", str(e)) if isinstance(e, SafetensorError) else None
+    number = int(told[1]) if told else getattr(e, "errno", None)
+    if number not in FULL:
+        return None
+    # the outermost file or folder, which is the one that has a name of its own
+    where = next(reversed(getattr(e, "__notes__", [])), None) or getattr(e, "filename", None) or "a file"
+    return (
+        f"{where} could not be written ({os.strerror(number)}); what was finished before is whole: make room and "
+        "start the same command again"
+    )

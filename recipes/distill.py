@@ -29,7 +29,7 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from distill.adapters import attach, drift, load_in_4bit, merged
-from distill.batches import Rows
+from distill.batches import Rows, supervised_ids
 from distill.checkpoint import Which, load_weights
 from distill.evaluate import compare, drafting, score_prompts, told_by, verdict, verdict_of_copy
 from distill.evaluate_parallel import compare_rounds, score_rounds
@@ -48,8 +48,8 @@ from distill.signals import Target, online, require_recorded
 from distill.student import freeze
 from distill.train import Send, fit
 from pairing.errors import InputError
-from pairing.files import append_jsonl, digest_json, read_json, write_json
-from pairing.pair import describe_model
+from pairing.files import digest_json, read_json, write_json, write_jsonl
+from pairing.pair import describe_model, read_pair
 from pairing.source import load_model, resolve
 from recipes.config import guarded, parse
 from recipes.distill_config import DistillConfig
@@ -81,6 +81,12 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         _require_device(config.target_device)
     if config.reference is not None:
         require_reference(config.reference, draft)
+    if config.serve_temperature is not None and config.serve_temperature != rows.temperature:
+        notes.print(
+            f"the answers were drawn at temperature {rows.temperature:g}, and the pair is to be served at "
+            f"{config.serve_temperature:g}: it learns and is scored on others than it will meet; generate them at that one",
+            markup=False,
+        )
     if config.signal == "cached":
         require_recorded(rows, config.top_logprobs)
     parallel, said = _parallel(config, draft, [rows, *heldout.values()])
@@ -97,7 +103,10 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         # whether the format holds it at all; where it will be served is not known here
         plan_quantize(draft, Choice(settings.quantizer.format, group_size=config.quantizer_group_size, serve_on="cuda"))
         require_whole(kind_of(accelerator))
+    learnt, untrained = _made_rows(config, draft, rows)
     notes.print(f"losses: {why}", markup=False)
+    if untrained is not None:
+        notes.print(untrained, markup=False)
     if said is not None:
         notes.print(_masks_line(config, said), markup=False)
     if dry_run:
@@ -138,12 +147,10 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
             lines.append({"set": name, "id": a.id, "tags": a.tags, "w_before": b.w, "w_after": a.w})
     evaluation = {"sets": sets, "verdict": verdict(sets) + verdict_of_copy(sets), "training": summary}
     if accelerator.is_main_process:
-        (config.out / "evaluation_prompts.jsonl").unlink(missing_ok=True)
-        for line in lines:
-            append_jsonl(config.out / "evaluation_prompts.jsonl", line)
+        write_jsonl(config.out / "evaluation_prompts.jsonl", lines)
         write_json(config.out / "evaluation.json", evaluation)
         how = config.model_dump(mode="json", include={"lr", "seed", "trainable"})
-        write_drafter(config.out / "drafter", config.draft, model, evaluation, how, config.data, said)
+        write_drafter(config.out / "drafter", config.draft, model, evaluation, how, config.data, said, learnt)
     return _result(config, evaluation)
 
 
@@ -240,11 +247,30 @@ def _parallel(config: DistillConfig, draft: Path, texts: list[Rows]) -> tuple[Pa
     """How masks are trained, and what pair.json says of it."""
     if config.parallel_drafting is None:
         return None, None
-    rows_learn = config.trainable == "all" or (config.trainable in ("lora", "qlora") and config.lora.vocabulary)
-    mask = choose_mask(draft, texts, config.masks.token, rows_learn)
+    mask = choose_mask(draft, texts, config.masks.token, _rows_learn(config))
     parallel = Parallel(config.parallel_drafting, mask.id, config.masks.keep, config.masks.least)
     said = {"num_speculative_tokens": config.parallel_drafting, "mask_id": mask.id, "mask_token": mask.token}
     return parallel, said
+
+
+def _rows_learn(config: DistillConfig) -> bool:
+    return config.trainable == "all" or (config.trainable in ("lora", "qlora") and config.lora.vocabulary)
+
+
+def _made_rows(config: DistillConfig, draft: Path, rows: Rows) -> tuple[set[int], str | None]:
+    """Of the rows that `repair` or a transplant made and marked: the ids that this run trains, and a line on the others."""
+    marked = set(read_pair(draft).get("needs_training") or ())
+    learnt = marked & supervised_ids(rows) if marked and _rows_learn(config) else set()
+    left = sorted(marked - learnt)
+    if not left:
+        return learnt, None
+    ids = ", ".join(map(str, left[:8])) + (", …" if len(left) > 8 else "")
+    why = (
+        "stand in none of these answers: add some that hold them"
+        if _rows_learn(config)
+        else f"do not learn with trainable={config.trainable}: give trainable=all, or trainable=lora lora.vocabulary=true"
+    )
+    return learnt, f"rows of the draft that were made and never trained: {len(left)} (ids {ids}); they {why}"
 
 
 def _masks_line(config: DistillConfig, said: dict[str, Any]) -> str:

@@ -277,7 +277,13 @@ def run(config: GenerateConfig, notes: Console) -> dict[str, dict[str, Any]]:
         with _answering(config, target, tokenizer, asked, notes) as (answerer, context, servers):
             for job in asked:
                 stats[job.name] = generate(
-                    job, todo[job.name], answerer, tokenizer, context, lambda line: notes.print(line, markup=False)
+                    job,
+                    todo[job.name],
+                    answerer,
+                    tokenizer,
+                    context,
+                    lambda line: notes.print(line, markup=False),
+                    _since(servers(), servers) if config.servers else None,
                 )
             for url, counts in servers().items():
                 notes.print(
@@ -287,6 +293,18 @@ def run(config: GenerateConfig, notes: Console) -> dict[str, dict[str, Any]]:
         if job.name not in stats:
             stats[job.name] = record(job, len(todo[job.name]), _scores(config, target, todo[job.name]))
     return {job.name: stats[job.name] for job in jobs}
+
+
+def _since(before: dict[str, Any], servers: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """What each server did after `before`: a set's share of the run's counts."""
+
+    def counts() -> dict[str, Any]:
+        return {
+            url: {k: v - before[url][k] if isinstance(v, int) else v for k, v in now.items()}
+            for url, now in servers().items()
+        }
+
+    return counts
 
 
 def _scores(config: GenerateConfig, target: ModelSource, given: Sequence[Given]) -> Iterator[list[Answer]]:

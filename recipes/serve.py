@@ -10,7 +10,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 if __package__ in (None, ""):  # launched by path: sys.path[0] is recipes/, where `import distill` would find a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -18,12 +18,13 @@ if __package__ in (None, ""):  # launched by path: sys.path[0] is recipes/, wher
 from eval import server
 from eval.measure import Arm
 from eval.schedule import extended
+from pairing.alignment import check_pair
 from pairing.engine import require_vllm
-from pairing.errors import PartFailedError
+from pairing.errors import InputError, PartFailedError
 from pairing.pair import read_pair
 from pairing.parallel_drafting import trained_findings
 from pairing.preflight import require_start
-from pairing.source import resolve
+from pairing.source import ModelSource, digests, resolve
 from recipes.config import Strict, guarded, parse
 from recipes.measure_plan import preflight_of
 
@@ -56,9 +57,12 @@ class ServeConfig(Strict):
 def main(argv: list[str]) -> int:
     config, args = parse(ServeConfig, argv, positional=("drafter",), about=__doc__ or "")
     engine = require_vllm("serve")
-    drafter = resolve(config.drafter).path
-    pair = read_pair(drafter)
-    target = resolve(config.target or pair["target"]["name"]).path
+    source = resolve(config.drafter)
+    drafter, pair = source.path, read_pair(source.path)
+    asked_for = resolve(config.target or pair["target"]["name"])
+    target = asked_for.path
+    for line in require_fit(asked_for, source, pair):
+        print(line, file=sys.stderr)
     own, trained = pair["serve"] or {}, pair.get("parallel_drafting")
     parallel = config.parallel_drafting
     if parallel is None:
@@ -80,7 +84,7 @@ def main(argv: list[str]) -> int:
         prefix_caching=config.prefix_caching,
     )
     asked = preflight_of(settings, arm, engine.backend)
-    require_start(resolve(str(target)), resolve(str(drafter)), asked)
+    require_start(asked_for, source, asked)
     for f in trained_findings(drafter, asked):
         print(f"{f.what}: {f.fix}", file=sys.stderr)
     port = config.port or server.free_port()
@@ -96,6 +100,22 @@ def main(argv: list[str]) -> int:
         print(f"ready on {one.url} (log: {log}); Ctrl-C stops it", file=sys.stderr)
         code = one.process.wait()
     raise PartFailedError(f"vLLM ended with code {code} (log: {log})")
+
+
+def require_fit(target: ModelSource, drafter: ModelSource, pair: dict[str, Any]) -> list[str]:
+    """What is worth a line: the target is not the one that the drafter's `pair` (pair.json) names. Raises InputError where the
+    two models do not fit: vLLM compares the number of rows alone, and ids of another vocabulary are wrong drafts (fault D2).
+    """
+    report = check_pair(target, drafter)
+    if not report["aligned"]:
+        worst = next(f for f in report["findings"] if f["level"] in ("blocks", "repairable"))
+        raise InputError(f"{drafter.name} does not fit {target.name}: {worst['what']} ({worst['fix']})")
+    made_for, now = pair["target"]["digests"], digests(target.path)
+    differ = ", ".join(part for part, digest in made_for.items() if now.get(part) != digest)
+    if not differ:
+        return []
+    return [f"note: {target.name} is not the target that the drafter was made for ({pair['target']['name']}): it differs in its "
+            f"{differ}. What was measured was measured with that one: measure again"]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 from pairing.files import read_jsonl
 from tests import architectures
 from tests.conftest import ROOT
+from tests.integration.architectures_child import FOREIGN
 from tests.integration.test_pair_in_vllm import PROMPTS, K
 
 
@@ -39,3 +40,14 @@ def test_it_drafts_the_targets_own_tokens(results: dict[str, dict[str, Any]], ki
     assert result["equal"]
     # every draft is accepted, but for those past an answer's end
     assert result["accepted"] >= K * (result["rounds"] - len(PROMPTS)) > 0
+
+
+@pytest.mark.parametrize("how", FOREIGN)
+def test_a_drafter_that_was_not_cut_from_its_target_loads_and_drafts(
+    results: dict[str, dict[str, Any]], how: str
+) -> None:
+    """A transplanted one and one from a config."""
+    result = results[how]
+    assert "error" not in result, result["error"]
+    assert result["equal"]
+    assert result["drafted"] > 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from safetensors.torch import load_file
 
 import distill.step
 import distill.train
+import recipes.distill
 from distill.answers import open_answers
 from distill.batches import Ints, Rows, check_rows
 from distill.checkpoint import load_checkpoint, save_checkpoint
@@ -31,10 +34,11 @@ from distill.step import optimizer_of, optimizer_step, ready, window_gradients
 from distill.student import freeze
 from distill.train import Position, Settings, fit
 from pairing.errors import InputError, PartFailedError
-from pairing.files import read_json, read_jsonl
+from pairing.files import read_json, read_jsonl, write_json
 from pairing.init import init_drafter
 from pairing.pair import read_pair
 from pairing.source import load_model, resolve
+from recipes.config import guarded
 from recipes.distill import main
 from tests import tiny
 from tests.conftest import ROOT
@@ -251,6 +255,26 @@ def launch(how: str, words: list[str], cwd: Path) -> None:
     assert done.returncode == 0, done.stderr[-9000:]
 
 
+def test_accelerate_launch_with_overrides_alone(place: Path, tmp_path: Path) -> None:
+    """As the README has it: by path, from a folder without any config file, no launcher's config either."""
+    bare = ["-m", "accelerate.commands.launch", str(RECIPE)]
+    words = [f"target={place / 'target'}", f"draft={place / 'draft'}", f"data={place / 'train'}", "max_steps=1"]
+    home = {"HF_HOME": str(tmp_path / "home")}  # where `accelerate config` would have left a file
+    (tmp_path / "cwd").mkdir()
+    done = subprocess.run(
+        [sys.executable, *bare, *words],
+        cwd=tmp_path / "cwd",
+        env=environment() | home,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr[-9000:]
+    out = tmp_path / "cwd" / "runs" / "distill"
+    assert read_pair(out / "drafter")["training"]["steps"] == 1
+    assert done.stdout.splitlines()[-1] == "wrote runs/distill/drafter"
+
+
 def descendants(pid: int) -> list[int]:
     """`pid` and all its children's children, by /proc."""
     parents: dict[int, list[int]] = {}
@@ -288,36 +312,40 @@ def log_of(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def whole(place: Path) -> Callable[[str], Path]:
-    """Runs that were not stopped, one per launcher, each from another working directory."""
-    made: dict[str, Path] = {}
+def whole(place: Path) -> Callable[..., Path]:
+    """Runs that were not stopped, one per launcher (and other keys), each from another working directory."""
+    made: dict[tuple[str, ...], Path] = {}
 
-    def get(how: str) -> Path:
-        if how not in made:
-            made[how] = place / f"whole-{how}"
+    def get(how: str, **more: Any) -> Path:
+        key = (how, *more)
+        if key not in made:
+            made[key] = place / f"whole-{'-'.join(key)}"
             size = {"batch_size": 2} if how == "torchrun" else {}
-            launch(how, keys(place, made[how], **size), place)
-        return made[how]
+            launch(how, keys(place, made[key], **size, **more), place)
+        return made[key]
 
     return get
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "more"), [("module", "path", {}), ("torchrun", "torchrun", {"batch_size": 2})]
-)
+DROPOUT = {"trainable": "lora", "lora.dropout": 0.1}
+
+
+@pytest.mark.parametrize("more", [{}, DROPOUT], ids=["plain", "dropout"])
+@pytest.mark.parametrize(("first", "then"), [("module", "path"), ("torchrun", "torchrun")])
 def test_killed_in_mid_epoch_and_started_again_it_is_the_run_that_was_not_stopped(
-    place: Path, whole: Callable[[str], Path], tmp_path: Path, first: str, then: str, more: dict[str, Any]
+    place: Path, whole: Callable[..., Path], tmp_path: Path, first: str, then: str, more: dict[str, Any]
 ) -> None:
     """D14 on one process and on two; also launched by accelerate, by path, by -m and by torchrun, from another folder.
 
     64 rows in windows of 4: step 22 is in the middle of epoch 2, four steps after a checkpoint. Rows logged after it
     are done again. Losses, rates, norms and evaluations are equal to the last bit, and so are the weights.
+    With dropout too: what is dropped is a function of seed, step and rank.
     """
     out = tmp_path / "run"
-    words = keys(place, out, **more)
+    words = keys(place, out, **({"batch_size": 2} if first == "torchrun" else {}), **more)
     kill_in_the_middle(first, words, tmp_path, out, step=22)
     launch(then, words, tmp_path)
-    reference = whole("accelerate" if then == "path" else "torchrun")
+    reference = whole("accelerate" if then == "path" else "torchrun", **more)
     assert log_of(out) == log_of(reference)
     assert len([r for r in log_of(out) if r["kind"] == "train"]) == 80
     ours, theirs = (load_file(o / "drafter" / "model.safetensors") for o in (out, reference))
@@ -327,7 +355,7 @@ def test_killed_in_mid_epoch_and_started_again_it_is_the_run_that_was_not_stoppe
 
 @pytest.mark.parametrize(("first", "then"), [("torchrun", "path"), ("path", "torchrun")])
 def test_killed_on_two_processes_it_goes_on_on_one_and_back(
-    place: Path, whole: Callable[[str], Path], tmp_path: Path, first: str, then: str
+    place: Path, whole: Callable[..., Path], tmp_path: Path, first: str, then: str
 ) -> None:
     """D14 across processes: the same ids in the same windows, losses within rounding, though a start has other ranks."""
     out, size = tmp_path / "run", {"batch_size": 2} if first == "torchrun" else {"batch_size": 4}
@@ -342,7 +370,7 @@ def test_killed_on_two_processes_it_goes_on_on_one_and_back(
     np.testing.assert_allclose([r["loss"] for r in ours[:30]], [r["loss"] for r in theirs[:30]], rtol=1e-3)
 
 
-def test_two_processes_train_as_one_does(whole: Callable[[str], Path]) -> None:
+def test_two_processes_train_as_one_does(whole: Callable[..., Path]) -> None:
     """D11 seen from outside: the same windows, so the same first loss and norm, and losses that stay together."""
     one, two = ([r for r in log_of(whole(how)) if r["kind"] == "train"] for how in ("accelerate", "torchrun"))
     assert [r["tokens"] for r in one] == [r["tokens"] for r in two]
@@ -351,7 +379,7 @@ def test_two_processes_train_as_one_does(whole: Callable[[str], Path]) -> None:
         np.testing.assert_allclose(one[-1][key], two[-1][key], rtol=0.05)
 
 
-def test_the_artifact_is_a_better_drafter_that_loads(place: Path, whole: Callable[[str], Path]) -> None:
+def test_the_artifact_is_a_better_drafter_that_loads(place: Path, whole: Callable[..., Path]) -> None:
     out = whole("accelerate")
     evaluation = read_json(out / "evaluation.json")
     own = evaluation["sets"]["own"]
@@ -387,7 +415,7 @@ def test_the_artifact_is_a_better_drafter_that_loads(place: Path, whole: Callabl
     }
 
 
-def test_the_artifact_carries_what_the_draft_had(place: Path, whole: Callable[[str], Path]) -> None:
+def test_the_artifact_carries_what_the_draft_had(place: Path, whole: Callable[..., Path]) -> None:
     drafter = whole("accelerate") / "drafter"
     pair = read_pair(drafter)
     assert [step["step"] for step in pair["made"]] == ["init", "distill"]
@@ -474,6 +502,11 @@ def test_bad_input_is_refused_in_one_line_before_anything_is_written(place: Path
     init_drafter(resolve(str(wide)), tmp_path / "wider", [0, 1])
     short = tiny.folder(tmp_path / "short", layers=2, positions=16)
     init_drafter(resolve(str(short)), tmp_path / "shorter", [0, 1])
+    tuned = tiny.folder(tmp_path / "tuned", layers=4, seed=1)
+    init_drafter(resolve(str(tuned)), tmp_path / "of-tuned", [0, 3])
+    shutil.copytree(place / "target", tmp_path / "reworded")
+    (tmp_path / "reworded" / "chat_template.jinja").write_text(tiny.CHATML.replace("assistant", "model"))
+    init_drafter(resolve(str(tmp_path / "reworded")), tmp_path / "of-reworded", [0, 3])
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.txt").write_text("mine")
     cases: list[tuple[dict[str, Any], str]] = [
@@ -482,6 +515,12 @@ def test_bad_input_is_refused_in_one_line_before_anything_is_written(place: Path
         ({"draft": tmp_path / "foreign"}, "tokenizers differ"),
         ({"draft": tmp_path / "wider"}, "vocabulary rows"),
         ({"draft": tmp_path / "shorter"}, "context of 16"),
+        (
+            {"draft": tmp_path / "of-tuned"},
+            f"tuned, which differs in its weights: generate answers with that one, or, where the pair will be served with "
+            f"{place / 'target'}, say so: target=",
+        ),
+        ({"draft": tmp_path / "of-reworded"}, "which differs in its template: generate answers with that one"),
         ({"data": tmp_path / "nowhere"}, "draftsmith generate"),
         ({"target": swapped}, "another target"),
         ({"heldout.own": place / "train"}, "are trained on too"),
@@ -531,6 +570,72 @@ def test_bad_input_is_refused_in_one_line_before_anything_is_written(place: Path
         assert "\n" not in str(e.value)
         assert not (tmp_path / "out").exists(), more
     assert os.listdir(tmp_path / "taken") == ["thesis.txt"]
+    # meant so: the target was tuned on since then, and the answers are of what it is now
+    meant = {"draft": tmp_path / "of-tuned", "target": place / "target"}
+    assert main([*keys(place, tmp_path / "out", **meant), "--dry-run"]) == 0
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_full_disk_outside_the_checkpoint_is_one_line(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A real limit on the size of files while one file is written: exit 3, nothing half-written, checkpoints bit-equal; and the
+    same command goes on from there."""
+    out, old = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
+    words = keys(place, out, max_steps=2, epochs="null", checkpoint_every=1)
+    monkeypatch.setattr(sys, "argv", ["distill", *words])
+    before: dict[Path, bytes] = {}
+    for module, name, limit, what in (
+        (recipes.distill, "write_jsonl", 100, "evaluation_prompts.jsonl"),
+        (recipes.distill, "write_json", 100, "evaluation.json"),
+        (recipes.distill, "write_drafter", 20_000, "drafter"),
+        (distill.train, "write_text", 100, "metrics.jsonl"),  # of a start that goes on
+    ):
+        write = getattr(module, name)
+
+        def limited(*args: Any, write: Any = write, limit: int = limit) -> Any:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+            try:
+                return write(*args)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, limited)
+            assert guarded(main) == 3
+        said = capsys.readouterr().err
+        (line,) = [line for line in said.splitlines() if line.startswith("failed: ")]
+        assert line.startswith(f"failed: {out / what} could not be written (File too large)")
+        assert "Traceback" not in said
+        assert {p.name for p in out.iterdir()} <= {
+            "config.yaml", "provenance.json", "metrics.jsonl", "checkpoints", "evaluation_prompts.jsonl", "evaluation.json"
+        }  # fmt: skip
+        now = {p: p.read_bytes() for p in (out / "checkpoints").rglob("*") if p.is_file()}
+        assert now == (before or now)
+        before = now
+    assert "step-000002" in {p.parent.name for p in before}
+    assert guarded(main) == 0
+    assert read_pair(out / "drafter")["training"]["steps"] == 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_other_temperatures_are_said(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, temperature in (("train", 0.0), ("held", 0.7)):
+        shutil.copytree(place / name, tmp_path / name)
+        meta = read_json(tmp_path / name / "meta.json")
+        write_json(tmp_path / name / "meta.json", meta | {"sampling": {"max_tokens": 16, "temperature": temperature}})
+    data = {"data": tmp_path / "train", "heldout.own": tmp_path / "held"}
+    words = keys(place, tmp_path / "out", **data)
+    assert main([*words, "serve_temperature=0.7", "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert "the answers were drawn at temperature 0, and the pair is to be served at 0.7" in said
+    assert "heldout.own: drawn at temperature 0.7, data at 0" in said
+    assert main([*keys(place, tmp_path / "out"), "serve_temperature=0", "--dry-run"]) == 0
+    assert "drawn at" not in capsys.readouterr().err
+    meta = read_json(tmp_path / "held" / "meta.json")  # texts from elsewhere: nobody knows
+    write_json(tmp_path / "held" / "meta.json", meta | {"sampling": None, "turns": "given"})
+    assert main([*words, "--dry-run"]) == 0
+    assert "drawn at" not in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("alone")

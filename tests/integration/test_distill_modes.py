@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from distill.answers import open_answers
-from distill.batches import Rows, check_rows, collate
+from distill.batches import Rows, check_rows, collate, supervised_ids
 from distill.evaluate import score_prompts, summary
 from distill.fake_quantize import Quantizer, quantized
 from distill.head import Head, head_scores
@@ -29,7 +29,7 @@ from distill.train import Settings, fit
 from pairing.errors import InputError
 from pairing.files import read_jsonl
 from pairing.init import init_drafter
-from pairing.pair import read_pair
+from pairing.pair import read_pair, update_pair
 from pairing.source import load_model, resolve
 from recipes.distill import main
 from tests import tiny
@@ -331,6 +331,34 @@ def test_adapters_learn_and_are_merged(
     head = trained.get_output_embeddings().weight
     mean = head[: tiny.REAL_TOKENS].mean(0)
     torch.testing.assert_close(head[tiny.REAL_TOKENS :], mean.expand(tiny.ROWS - tiny.REAL_TOKENS, -1))
+
+
+def test_made_rows_are_marked_until_they_learnt(
+    place: Path, rows: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A repaired or transplanted draft: with its vocabulary frozen nothing changes for them, and that is said; trained, the mark
+    goes from those that some answer holds."""
+    said = supervised_ids(rows)
+    known, unknown = min(said), max(set(range(tiny.REAL_TOKENS)) - said)
+    draft = tmp_path / "draft"
+    shutil.copytree(place / "draft", draft)
+    update_pair(draft, needs_training=sorted([known, unknown]))
+    begins = "rows of the draft that were made and never trained: "
+    for trainable, left, why in (
+        ("layers", sorted([known, unknown]), "they do not learn with trainable=layers: give trainable=all"),
+        ("all", [unknown], "they stand in none of these answers"),
+    ):
+        out = tmp_path / trainable
+        words = [f"draft={draft}", f"data={place / 'train'}", f"out={out}", f"trainable={trainable}"]
+        assert main([*words, "max_steps=1", "threads=1"]) == 0
+        ids = ", ".join(map(str, left))
+        assert f"{begins}{len(left)} (ids {ids}); {why}" in " ".join(capsys.readouterr().err.split())
+        assert read_pair(out / "drafter")["needs_training"] == left
+        assert (
+            f"Rows that were made and never trained: {len(left)} (ids {ids})"
+            in (out / "drafter" / "README.md").read_text()
+        )
+    assert read_pair(draft)["needs_training"] == sorted([known, unknown])
 
 
 # ---------------------------------------------------------------- the quantizer in the forward pass

@@ -18,7 +18,9 @@ from pairing.errors import InputError
 from pairing.files import read_json, write_json
 from pairing.init import init_drafter
 from pairing.pair import read_pair
+from pairing.preflight import preflight_report
 from pairing.serving import context
+from pairing.serving_plan import Serving
 from pairing.source import resolve
 from recipes import check as recipe
 from tests import tiny
@@ -468,6 +470,7 @@ def test_the_report_is_what_docs_describe(tmp_path: Path) -> None:
     from tests.conftest import ROOT
 
     a, b = pair(tmp_path)
+    edit(b / "config.json", lambda v: v.update(pard_token=2))
     out = tmp_path / "check.json"
     recipe.run(recipe.CheckConfig(target=str(a), draft=str(b), out=out))
     rep = read_json(out)
@@ -481,3 +484,13 @@ def test_the_report_is_what_docs_describe(tmp_path: Path) -> None:
         *(rep["preflight"]["numbers"] or {}),
     ]
     assert [k for k in keys if f"`{k}`" not in text] == []
+    unmasked = Serving(speculative_config={"parallel_drafting": True})
+    mask_free = preflight_report(resolve(str(a)), resolve(str(a)), unmasked)["findings"]
+    for findings, begins in (
+        (rep["findings"], "`where` is one of"),
+        (mask_free, "| `findings` | as above; `where` is"),
+    ):
+        named = text.split(begins)[1].split(".\n")[0].split("|\n")[0]
+        where = {f["where"] for f in findings}
+        assert where & {"mask token", "parallel drafting"}
+        assert {w for w in where if f"`{w}`" not in named} == set()

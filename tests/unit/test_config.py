@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
+import torch
+import yaml
 from pydantic import Field
+from safetensors.torch import save_file
 
 from pairing.errors import InputError, PartFailedError
-from pairing.files import read_json
+from pairing.files import new_folder, read_json, write_text
 from recipes.check import CheckConfig
 from recipes.config import Strict, guarded, parse
 from recipes.distill_config import DistillConfig
@@ -154,6 +160,33 @@ def test_help_gives_defaults_as_they_are_written(model: type[Strict], capsys: py
     assert "after any of" not in text
 
 
+def leaves(model: type[Strict], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, field) of each key that takes a value."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.default, Strict):
+            yield from leaves(type(field.default), f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
+
+
+def test_help_gives_the_default_of_every_key_of_distill(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each on its own line, as one would type it after `key=`; what has none is said to be required."""
+    with pytest.raises(SystemExit):
+        parse(DistillConfig, ["--help"])
+    said = dict(re.findall(r"^  (\S+) (required|= .*?)(?:   .*)?$", capsys.readouterr().out, re.MULTILINE))
+    found = dict(leaves(DistillConfig))
+    assert len(found) > 50
+    assert said.keys() == found.keys()
+    for path, field in found.items():
+        if field.is_required():
+            assert said[path] == "required", path
+        else:
+            default = field.get_default(call_default_factory=True)
+            value = str(default) if isinstance(default, Path) else default
+            assert yaml.safe_load(said[path].removeprefix("= ")) == value, path
+    assert [path for path, field in found.items() if field.is_required()] == ["draft", "data"]
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
     [
@@ -179,6 +212,36 @@ def test_a_fault_of_ours_keeps_its_traceback() -> None:
 
     with pytest.raises(ValueError, match="a bug"):
         guarded(main)
+
+
+def test_a_full_disk_is_no_fault_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A real limit on the size of files, met by a plain file and by weights in a new folder: one line each, nothing left."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def text(_: list[str]) -> int:
+        write_text(tmp_path / "a.json", "x" * 5000)
+        return 0
+
+    def weights(_: list[str]) -> int:
+        with new_folder(tmp_path / "model") as temp:
+            save_file({"w": torch.zeros(5000)}, temp / "model.safetensors")
+        return 0
+
+    def unrelated(_: list[str]) -> int:
+        (tmp_path / "nothing").read_text()
+        return 0
+
+    for main, name in ((text, "a.json"), (weights, "model")):
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, old[1]))
+            assert guarded(main) == 3
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"failed: {tmp_path / name} could not be written (File too large)")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FileNotFoundError):
+        guarded(unrelated)
 
 
 @pytest.mark.parametrize("launch", [["recipes/init.py"], ["-m", "recipes.init"], ["-m", "recipes.cli", "init"]])

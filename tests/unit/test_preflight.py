@@ -97,6 +97,34 @@ def test_the_drafts_own_length() -> None:
     assert not blocks(fly(replace(serving, speculative_config={"max_model_len": 256})), "context")
 
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "served"),
+    [
+        ({"original_max_position_embeddings": 4096, "rope_scaling": LONGROPE}, 4096),
+        ({"original_max_position_embeddings": 8192, "rope_parameters": LONGROPE}, 8192),
+        ({"original_max_position_embeddings": 4096, "rope_scaling": {"type": "su"}}, 4096),  # as Phi-3 called it first
+        ({"model_type": "phi3", "rope_parameters": LONGROPE}, 4096),  # written without what is its class's own
+        ({"rope_parameters": LONGROPE}, 131072),
+        ({"original_max_position_embeddings": 4096, "rope_parameters": {"rope_type": "yarn", "factor": 32.0}}, 131072),
+    ],
+)
+def test_longrope_without_a_flag_is_served_at_its_first_length(config: dict[str, Any], served: int) -> None:
+    """D6: Phi-3-128k and a drafter cut from it. vLLM takes 4096 by itself and up to 131072 where a flag says so."""
+    long = model(max_position_embeddings=131072, **config)
+    asked = Serving(max_num_seqs=8, kv_cache_gib=1)
+    assert memory_numbers(long, long, CPU, ROOMY, asked)["length"] == served
+    shorter = model(max_position_embeddings=8192)
+    assert bool(blocks(fly(asked, CPU, target=long, drafter=shorter), "context")) == (served > 8192)
+    assert not blocks(fly(replace(asked, max_model_len=8192), CPU, target=long, drafter=shorter), "context")
+    found = fly(replace(asked, max_model_len=16384), CPU, target=long, drafter=long)
+    assert not blocks(found, "context")
+    warned = [f.what for f in found if f.where == "context" and f.level == "warns"]
+    assert [f"up to {served} tokens" in what for what in warned] == ([True] if served < 16384 else [])
+
+
 # D8
 
 
@@ -295,6 +323,9 @@ def test_weights_and_both_caches_five_per_cent_over() -> None:
     assert not blocks(fly(serving, memory=enough), "memory")
     alone = fly(serving, memory=over, drafter=model(1, num_hidden_layers=0))
     assert not blocks(alone, "memory")
+    bare = Memory(round((need - (n["kv_one_request"] or 0)) / 0.9) + 9, 8 * GIB)
+    (finding,) = blocks(fly(serving, memory=bare), "memory")  # the models fit, and not one token of the caches
+    assert finding.fix == "no length fits: raise --gpu-memory-utilization"
 
 
 def test_numbers_of_the_caches() -> None:

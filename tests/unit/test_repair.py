@@ -14,7 +14,8 @@ from pairing.alignment import check_pair
 from pairing.errors import InputError
 from pairing.files import read_json, write_json
 from pairing.init import init_drafter
-from pairing.pair import read_pair
+from pairing.mask_token import mask_id_of
+from pairing.pair import new_pair, read_pair
 from pairing.repair import plan_repair, repair
 from pairing.rows import make_rows, mean_row, settle_padding
 from pairing.source import digests, load_model, load_tokenizer, resolve
@@ -150,7 +151,12 @@ def test_a_real_token_that_the_drafter_lacks(tmp_path: Path) -> None:
     made = read_pair(tmp_path / "out")
     assert made["needs_training"] == [300]
     assert made["made"][-1]["initialised"] == [{"id": 300, "token": "ab", "how": "pieces", "of": ["a", "b"]}]
-    assert report(a, tmp_path / "out")["aligned"]
+    after = report(a, tmp_path / "out")
+    assert after["verdict"] == "aligned, with 1 warning"
+    (warning,) = [f for f in after["findings"] if f["level"] == "warns"]
+    assert warning["what"] == "rows of the drafter that were made and never trained: 1 (300 'ab')"
+    assert "trainable=all" in warning["fix"]
+    assert "Rows that were made and never trained: 1 (ids 300)" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_special_ids_template_and_generation_config_are_the_targets(tmp_path: Path) -> None:
@@ -269,3 +275,53 @@ def test_assisted_generation_with_a_repaired_drafter(tmp_path: Path) -> None:
     plain = target.generate(ids, max_new_tokens=24, do_sample=False)
     helped = target.generate(ids, assistant_model=load_model(tmp_path / "out"), max_new_tokens=24, do_sample=False)
     assert torch.equal(plain, helped)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_drafter_of_parallel_drafting_stays_one(tmp_path: Path, quiet: bool) -> None:
+    """Its mask is a padding row of an untied model: what the embedding learnt there is kept, in the head it never wins."""
+    a, b = pair(tmp_path, drafter={"rows": 264, "tied": False})
+    said = {"num_speculative_tokens": 6, "mask_id": 260, "mask_token": None}
+    write_json(b / "pair.json", new_pair(resolve(str(a)), {"step": "init"}) | {"parallel_drafting": said})
+    edit(b / "config.json", lambda v: v.update(pard_token=260))
+    mend(a, b, tmp_path / "out", quiet_padding=quiet)
+    assert read_pair(tmp_path / "out")["parallel_drafting"] == said
+    assert mask_id_of(read_json(tmp_path / "out" / "config.json")) == 260
+    old, new = vocabulary(b), vocabulary(tmp_path / "out")
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    assert torch.equal(new[embedding][260], old[embedding][260])
+    settled = mean_row(old[head], range(REAL))
+    assert torch.equal(new[head][260], settled) == quiet
+    assert torch.equal(new[head][263], settled) == quiet
+    assert not mend(a, tmp_path / "out", tmp_path / "again", quiet_padding=quiet)["needed"]
+
+
+def test_a_mask_that_would_be_lost_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cut off with the rows, or taken by a token of the target's."""
+    a, b = pair(tmp_path, drafter={"rows": 288})
+    edit(b / "config.json", lambda v: v.update(pard_token=280))
+    assert recipe.main([str(a), str(b), f"out={tmp_path / 'out'}"]) == 1
+    assert "the drafter's mask id 280 lies past the target's 272 rows" in capsys.readouterr().out
+    c, d = pair(tmp_path / "two", target={"rows": 304}, drafter={"rows": 312})
+    edit(c / "tokenizer.json", high_token("ab"))
+    edit(d / "config.json", lambda v: v.update(pard_token=300))
+    assert recipe.main([str(c), str(d), f"out={tmp_path / 'out'}"]) == 1
+    assert "the drafter's mask id 300 is the target's token 'ab'" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_merges_are_mended(tmp_path: Path) -> None:
+    """D2's kind: equal ids, other cuts. The target's tokenizer comes in, and no row moves."""
+    a, b = pair(tmp_path)
+    for folder in (a, b):
+        edit(folder / "tokenizer.json", lambda v: v["model"]["vocab"].update(th=259, he=260))
+    edit(a / "tokenizer.json", lambda v: v["model"].update(merges=[["t", "h"], ["h", "e"]]))
+    edit(b / "tokenizer.json", lambda v: v["model"].update(merges=[["h", "e"], ["t", "h"]]))
+    assert load_tokenizer(a)("the")["input_ids"] != load_tokenizer(b)("the")["input_ids"]
+    mend(a, b, tmp_path / "out")
+    assert report(a, tmp_path / "out")["verdict"] == "aligned"
+    assert load_tokenizer(tmp_path / "out")("the")["input_ids"] == load_tokenizer(a)("the")["input_ids"]
+    (old,), (new,) = vocabulary(b).values(), vocabulary(tmp_path / "out").values()
+    assert torch.equal(new, old)
+    assert read_pair(tmp_path / "out")["needs_training"] == []
+    assert not mend(a, tmp_path / "out", tmp_path / "again")["needed"]

@@ -20,7 +20,7 @@ from distill.prompts import prompt
 from distill.requests import Request, Sampling, request_seed, tokenize
 from pairing.errors import InputError, PartFailedError
 from pairing.pair import describe_model
-from pairing.source import load_tokenizer, resolve
+from pairing.source import ModelSource, load_tokenizer, resolve
 from recipes.generate import main
 from tests import tiny
 from tests.fake_server import FakeServer, Fault, real, reply, said, slow
@@ -384,6 +384,24 @@ def test_a_position_with_too_few_log_probs() -> None:
         completion_of(request, choice, 3, "http://s")
 
 
+def test_a_target_that_is_served_as_a_folder_made_of_it(
+    tmp_path: Path, serve: Callable[..., FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an adapter or a GGUF file our own line serves the folder in a cache, by its digest: that name is the target's too."""
+    folder = tiny.folder(tmp_path / "merged" / "0123abcd")
+    monkeypatch.setattr("pairing.source.ADAPTER_CACHE", folder.parent)
+    source = ModelSource("me/my-adapter", folder, None, None)
+    keys: dict[str, Any] = {"served_model": None, "top_logprobs": K, "probes": []}
+    for root in ("0123abcd", "my-adapter"):
+        with open_servers([serve(root=root).url], source, load_tokenizer(folder), **keys) as (_, context, _):
+            assert context == 512
+    with (
+        pytest.raises(InputError, match=r"serves served \(from /models/tiny\), not me/my-adapter"),
+        open_servers([serve().url], source, load_tokenizer(folder), **keys),
+    ):
+        pass
+
+
 def test_the_command_with_servers(
     target: Path, tmp_path: Path, serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -398,12 +416,34 @@ def test_the_command_with_servers(
             f"servers=[{a.url}, {b.url}/]"]  # fmt: skip
     assert main([*argv, "--json"]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)["sets"]["x"]["answers"] == 18
+    x = json.loads(out)["sets"]["x"]
+    assert x["answers"] == 18
+    assert x["servers"].keys() == {a.url, b.url}
+    assert sum(one["answered"] for one in x["servers"].values()) == 18
+    assert all((one["retries"], one["last_error"]) == (0, None) for one in x["servers"].values())
     assert err.count(" tokens, 0 retries") == 2
     found = open_answers(tmp_path / "o" / "x")
     assert found.meta["backend"] == "servers"
+    assert found.meta["stats"]["servers"] == x["servers"]
     assert main([*argv, "--json"]) == 0
     assert main([*argv, f"servers=[{a.url}]", "per_server=2"]) == 0  # other servers may finish what these began
+    assert open_answers(tmp_path / "o" / "x").meta["stats"]["servers"] == x["servers"]  # which had nothing to do
+    first = iter([True])
+
+    def tired(server: FakeServer, body: Body, handler: Handler) -> bool:
+        if not real(body) or not next(first, False):
+            return False
+        reply(handler, 500, {"error": {"message": "tired"}})
+        return True
+
+    capsys.readouterr()
+    words = [*argv[:1], f"out={tmp_path / 'two'}", *argv[2:5], f"sets.y.prompts={file}", "sets.y.limit=4"]
+    assert main([*words, "sets.y.max_tokens=4", f"servers=[{serve(tired).url}]", "--json"]) == 0
+    sets = json.loads(capsys.readouterr().out)["sets"]
+    counts = {name: next(iter(one["servers"].values())) for name, one in sets.items()}
+    assert (counts["x"]["answered"], counts["y"]["answered"]) == (18, 8)  # each set has its own
+    assert (counts["x"]["retries"], counts["y"]["retries"]) == (1, 0)
+    assert counts["x"]["last_error"] == "500: tired"
     for words, says in (
         ([f"servers=[{a.url}/v1]"], "a server is http://host:port, without a path"),
         (["servers=['http://h:8000?key=1']"], "a server is http://host:port, without a path"),

@@ -6,6 +6,7 @@ import json
 import shlex
 import shutil
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from distill.requests import ending_ids, text_config
 from pairing import source as module
 from pairing.card import render_card
 from pairing.errors import InputError
 from pairing.files import read_json, write_json
 from pairing.pair import describe_model, new_pair
 from pairing.preflight import Serving, preflight_report
-from pairing.source import dequantized, digests, load_model, load_tokenizer, resolve
+from pairing.source import dequantized, digests, empty_model, load_config, load_model, load_tokenizer, resolve
 from tests import tiny
 
 
@@ -104,6 +106,44 @@ def test_weights_that_do_not_load(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(InputError, match="does not load as a causal LM"):
         load_model(folder)
+
+
+def test_weights_of_other_rows_than_the_config_says(tmp_path: Path) -> None:
+    folder = tiny.folder(tmp_path / "model")
+    rewrite(folder / "config.json", vocab_size=280)
+    with pytest.raises(
+        InputError, match=r"model: .*\(its embedding has 272 rows, its config vocab_size 280\): mend"
+    ) as e:
+        load_model(folder)
+    assert "\n" not in str(e.value)
+    rewrite(folder / "config.json", vocab_size=272, intermediate_size=96)
+    with pytest.raises(InputError, match=r"its weights have other shapes than its config\.json says: mend"):
+        load_model(folder)
+
+
+CODE = """from pathlib import Path
+Path({!r}).write_text("ran")
+from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTrainedTokenizerFast as Words
+"""
+
+
+@pytest.mark.parametrize("load", [load_model, load_config, empty_model, text_config, ending_ids, load_tokenizer])
+def test_code_of_a_model_is_never_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[[Path], Any]
+) -> None:
+    """transformers would ask, and somebody (here: a patched input) would say yes. No file of the model's is imported."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder, sentinel = tiny.folder(tmp_path / "model"), tmp_path / "sentinel"
+    (folder / "own.py").write_text(CODE.format(str(sentinel)))
+    places = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    rewrite(folder / "config.json", model_type="nobody_knows", architectures=["OwnForCausalLM"], auto_map=places)
+    words = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.Words"]}}
+    rewrite(folder / "tokenizer_config.json", **words)
+    with pytest.raises(InputError, match=r"model: .*Python code of its own \(auto_map\), which is never run here") as e:
+        load(folder)
+    assert "\n" not in str(e.value)
+    assert not sentinel.exists()
 
 
 def write_gguf(path: Path, seed: int = 0) -> None:

@@ -56,6 +56,7 @@ def test_a_donor_of_another_family(tmp_path: Path) -> None:
     t, d = load_tokenizer(target), load_tokenizer(donor)
     sources = {row["token"]: row for row in read_jsonl(tmp_path / "out" / "row_sources.jsonl")}
     assert len(sources) == len(tokens_by_id(t)) == result["tokens"] == 262
+    assert result["parameters"] == sum(p.numel() for p in load_model(tmp_path / "out").parameters())
     assert sources["Ġabc"] == {"id": 259, "token": "Ġabc", "how": "copied", "of": ["▁abc"]}
     assert sources["abd"]["of"] == ["ab", "d"]
     assert sources["Ġé"] == {"id": 261, "token": "Ġé", "how": "pieces", "of": ["▁", "<0xE9>"]}
@@ -124,7 +125,8 @@ def test_the_result_is_aligned_and_says_what_needs_training(tmp_path: Path) -> N
     donor = resolve(str(sentencepiece(tmp_path / "donor", [])))
     transplant(target, donor, tmp_path / "out")
     report = check_pair(target, resolve(str(tmp_path / "out")))
-    assert report["verdict"] == "aligned"
+    assert report["verdict"] == "aligned, with 1 warning"
+    (warning,) = [f["what"] for f in report["findings"] if f["level"] == "warns"]
     made = read_pair(tmp_path / "out")
     assert (
         made["made"][0]["copied"] + made["made"][0]["pieces"] + made["made"][0]["role"] + made["made"][0].get("mean", 0)
@@ -132,6 +134,7 @@ def test_the_result_is_aligned_and_says_what_needs_training(tmp_path: Path) -> N
     )
     assert 259 in made["needs_training"]
     assert 100 not in made["needs_training"]
+    assert warning.startswith(f"rows of the drafter that were made and never trained: {len(made['needs_training'])} (")
 
 
 def test_a_donor_that_vllm_would_not_run(tmp_path: Path) -> None:
