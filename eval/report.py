@@ -157,6 +157,8 @@ def _markdown(found: Mapping[str, Any], results: Sequence[Row]) -> str:
         lines += ["| arm | K | speed | tokens/s | τ | accepted | identical | |", "|---|--:|--:|--:|--:|--:|--:|---|"]
         for row in _table_rows(cell, latest(results)):
             lines.append("| " + " | ".join(escape(t, quote=False).replace("|", "\\|") for t in _texts(row)) + " |")
+        if hits := cache_hits(_rows_of(cell, latest(results))):
+            lines += ["", escape(hits, quote=False)]
         lines.append("")
     lines += [f"- {escape(alarm, quote=False)}" for alarm in found["alarms"]]
     return "\n".join(lines).rstrip() + "\n"
@@ -253,6 +255,12 @@ def cell_name(cell: Row) -> str:
     return f"{cell['workload']}, temperature {cell['temperature']:g}, {at}"
 
 
+def cache_hits(rows: Sequence[Row]) -> str | None:
+    """What of the prompts these arms found in the prefix cache (D20); None where none found any, as is usual."""
+    found = [f"{r['arm']} {percent(r['prefix_cache_hit_rate'], 1)}" for r in rows if r.get("prefix_cache_hit_rate")]
+    return f"Prefix cache hit rate: {', '.join(found)}." if found else None
+
+
 def _rows_of(cell: Row, rows: Sequence[Row]) -> list[Row]:
     return [r for r in rows if r.get("group") is None
             and all(r.get(k) == cell.get(k) for k in ("workload", "temperature", "concurrency", "rate"))]  # fmt: skip
@@ -333,6 +341,7 @@ def _cell(
         "mismatches": sorted(mismatches, key=lambda m: explained(m[1]))[:MISMATCHES],
         "more_mismatches": max(0, len(mismatches) - MISMATCHES),
         "lossless": [row for row in shown if row.get("losslessness") and row["answer"] != "void"],
+        "cache_hits": cache_hits(_rows_of(cell, rows)),
         "again": next((row for row in shown if row["arm"] == "target-again"), None),
         "imprecise": sorted({row["arm"] for row in shown if row.get("precision_reached") is False}),
     }
