@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ if __package__ in (None, ""):  # launched by path: sys.path[0] is recipes/, wher
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from accelerate import Accelerator
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from rich.console import Console
 
 from distill.answers import Answers, open_answers, require_target
@@ -36,6 +37,7 @@ from eval import requirements, server
 from eval.measure import AGAIN, Arm, Plan, Request, measure
 from eval.report import markdown_results
 from eval.results import Offline, write_results
+from eval.verdict import answers as judged
 from pairing.acceptance import acceptance_length_of, replay, replay_rounds, uniform_starts
 from pairing.alignment import check_pair, tokens_by_id
 from pairing.bootstrap import interval
@@ -54,6 +56,15 @@ from pairing.speculators import require_speculator, require_suffix
 from pairing.weights import read_headers
 from recipes.config import Strict, guarded, parse
 from recipes.run_folder import open_run, provenance
+
+
+def part_of_one(value: Any) -> Any:
+    """A part that is given in percent, as "3%", as a number, 0.03; anything else as it is."""
+    found = re.fullmatch(r"\s*([0-9.]+)\s*%\s*", value) if isinstance(value, str) else None
+    try:
+        return float(found[1]) / 100 if found else value
+    except ValueError:
+        return value
 
 
 class WorkloadConfig(Strict):
@@ -111,8 +122,8 @@ class MeasureConfig(Strict):
     """times that every prompt is sent to every arm; with `precision` at most so many"""
     minutes: float | None = None
     """begin no further repeat after this long; the first is always finished"""
-    precision: float | None = Field(default=None, gt=0, lt=1)
-    """begin no further repeat once every speedup's 95 % interval is this narrow: 0.03 is ± 3 %"""
+    precision: Annotated[float, Field(gt=0, lt=1), BeforeValidator(part_of_one)] | None = None
+    """begin no further repeat once every speedup's 95 % interval is this narrow: 3% or 0.03 is ± 3 %; also --precision"""
     aa: bool = False
     """serve the target alone a second time: its "speedup" shows the machine's noise"""
     require: list[str] = Field(default_factory=list)
@@ -136,6 +147,8 @@ class MeasureConfig(Strict):
     """CPU back end: KV cache of each server"""
     start_timeout_s: float = 900
     """how long a server may take to answer"""
+    request_timeout_s: float = Field(default=600, gt=0)
+    """how long one whole answer may take; an arm that takes longer is void"""
     record: bool = True
     """write measurements and what to serve with into each drafter's pair.json"""
 
@@ -193,7 +206,7 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
     plan = Plan(
         target.path, arms, workloads, settings, config.repeats, config.minutes, tuple(config.concurrencies),
         tuple(config.temperatures), config.seed, config.warmup, resident, start_timeout_s=config.start_timeout_s,
-        precision=config.precision, rates=tuple(config.rates),
+        precision=config.precision, rates=tuple(config.rates), request_timeout_s=config.request_timeout_s,
     )  # fmt: skip
     return plan, target, answers
 
@@ -297,14 +310,18 @@ def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[s
             for group in {None, *(r.group for r in requests)}:
                 asked = [r for r in requests if group in (None, r.group) and r.id in accepted]
                 w = [accepted[r.id][: r.max_tokens] for r in asked]
-                out[arm.name, name, group] = offline(w, arm, temperature)
+                if one := offline(w, arm, temperature):
+                    out[arm.name, name, group] = one
     return out
 
 
-def offline(w: list[Any], arm: Arm, temperature: float) -> Offline:
-    """What is to be expected by each prompt's chances of acceptance, as `last_rounds` gives them."""
+def offline(w: list[Any], arm: Arm, temperature: float) -> Offline | None:
+    """What is to be expected by each prompt's chances of acceptance, as `last_rounds` gives them; None where they hold no
+    round: answers of one token, which comes of the prompt."""
     found = (replay_rounds if arm.parallel_drafting else replay)(w, arm.num_speculative_tokens)
     tau = found.acceptance_length
+    if not found.rounds_P.sum():
+        return None
     low, high = found.acceptance_length_low, found.acceptance_length_high
     if (
         temperature
@@ -353,11 +370,12 @@ def record(plan: Plan, rows: list[dict[str, Any]], where: Mapping[str, Any]) -> 
         if model is None or not (model / "pair.json").is_file():
             continue
         arms = {a.name: a for a in plan.arms if a.model == model}
-        mine = [r for r in rows if r["arm"] in arms and r["group"] is None]
-        arm = arms[max(mine, key=lambda r: r["speedup"] or 0.0)["arm"]]  # both ways of drafting may be among them
+        mine = [{**r, "answer": answer, "reason": why} for r, answer, why in judged(rows) if r["arm"] in arms]
+        # both ways of drafting may be among them
+        arm = arms[max(mine, key=lambda r: (r["answer"] == "faster", r["speedup"] or 0.0))["arm"]]
         keep = ("arm", "workload", "temperature", "concurrency", "rate", "num_speculative_tokens", "parallel_drafting",
                 "draft_acceptance_rate", "acceptance_length", "speedup", "speedup_interval", "exact_match", "void",
-                "versions")  # fmt: skip
+                "answer", "reason", "versions")  # fmt: skip
         update_pair(
             model,
             measurements=[{k: r.get(k) for k in keep} for r in mine],
@@ -379,7 +397,7 @@ def machine(where: Mapping[str, Any]) -> str:
 
 
 def with_requirements(argv: list[str]) -> list[str]:
-    """Each `--require TEXT` or `--require=TEXT` taken out, and all of them as an override of the key."""
+    """Each `--require TEXT` or `--require=TEXT` taken out, and all of them as an override of the key; `--precision` too."""
     words, texts = iter(argv), []
     rest = []
     for word in words:
@@ -388,6 +406,11 @@ def with_requirements(argv: list[str]) -> list[str]:
             if not text:
                 raise InputError(f"--require needs what is required: {requirements.FORM}")
             texts.append(text)
+        elif word == "--precision" or word.startswith("--precision="):
+            text = word.partition("=")[2] if "=" in word else next(words, None)
+            if not text:
+                raise InputError("--precision needs a width: 3% asks for speedups to ± 3 %")
+            rest.append(f"precision={text}")
         else:
             rest.append(word)
     return [*rest, f"require={json.dumps(texts)}"] if texts else rest
@@ -433,7 +456,7 @@ def main(argv: list[str]) -> int:
         for arm in plan.arms:
             print(server.serve_line(server.serve_words(plan.target, arm.speculation(), plan.settings, 8000)))
         return 0
-    open_run(config.out, config, free=("require",))
+    open_run(config.out, config, free=("require", "start_timeout_s", "request_timeout_s"))
     measure(plan, config.out)
     real = max(tokens_by_id(load_tokenizer(target.path))) + 1  # the padding rows from here on are never drafted
     log_probs, references = recorded(answers)
