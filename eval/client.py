@@ -7,15 +7,18 @@ as token ids, so that they can be compared exactly.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 from pairing.errors import PartFailedError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def complete(
     model: str,
     prompts: Sequence[Sequence[int]],
     sampling: dict[str, Any],
-    timeout_s: float = 300,
+    timeout_s: float = 600,
     in_flight: int | None = None,
     arrivals: Sequence[float] | None = None,
     *,
@@ -60,7 +63,8 @@ def complete(
     then counted from when a request was due: a client that is late must not make the server look fast.
 
     `sampling` holds temperature, max_tokens, seed …, as the completions API names them; `seeds` gives each prompt its own.
-    Raises PartFailedError when the server refuses, breaks off or takes longer than `timeout_s` for one answer.
+    Raises PartFailedError when the server refuses, breaks off, says what is no completion or takes longer than `timeout_s`
+    for one whole answer, from when it was sent.
     """
     own = [sampling | {"seed": seed} for seed in seeds] if seeds is not None else [sampling] * len(prompts)
 
@@ -70,15 +74,16 @@ def complete(
 
         async def one(prompt: Sequence[int], how: dict[str, Any], arrival: float | None) -> Answer:
             async with places:
-                if arrival is None:
-                    return await _stream(http, url, model, prompt, how, time.perf_counter())
-                await asyncio.sleep(began + arrival - time.perf_counter())
-                return await _stream(http, url, model, prompt, how, began + arrival)
+                if arrival is not None:
+                    await asyncio.sleep(began + arrival - time.perf_counter())
+                started = time.perf_counter() if arrival is None else began + arrival
+                return await _within(timeout_s, url, _stream(http, url, model, prompt, how, started))
 
         # trust_env off: a proxy set for the outside world must not see loopback traffic. No limit: httpx would let 100
-        # requests through and time the others while they wait here
+        # requests through and time the others while they wait here. No timeout: its own is of the gaps between bytes, and
+        # a server that trickles would never meet it
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=timeout_s, trust_env=False, limits=limits) as http:
+        async with httpx.AsyncClient(timeout=None, trust_env=False, limits=limits) as http:
             due: Sequence[float | None] = arrivals or [None] * len(prompts)
             return await asyncio.gather(*map(one, prompts, own, due))
 
@@ -86,6 +91,14 @@ def complete(
         return asyncio.run(all_of_them())
     except httpx.HTTPError as e:
         raise PartFailedError(f"{url}: the server broke off ({type(e).__name__}: {e})") from e
+
+
+async def _within(timeout_s: float, url: str, request: Coroutine[Any, Any, T]) -> T:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await request
+    except TimeoutError:
+        raise PartFailedError(f"{url}: the server did not answer within {timeout_s:g} s") from None
 
 
 async def _stream(
@@ -110,24 +123,36 @@ async def _stream(
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             at = time.perf_counter() - started
-            event = json.loads(line[len("data: ") :])
-            if "error" in event:
-                raise PartFailedError(f"{url}: the server broke off ({event['error']})")
-            for choice in event["choices"]:
-                tokens = choice.get("token_ids") or []
-                if tokens:
-                    ids += tokens
-                    arrivals.append((at, len(tokens)))
-                finish = choice.get("finish_reason") or finish
-            if event.get("usage"):
-                used = event["usage"]["completion_tokens"]
+            with _no_completion(url):
+                event = json.loads(line[len("data: ") :])
+                if "error" in event:
+                    raise PartFailedError(f"{url}: the server broke off ({event['error']})")
+                for choice in event["choices"]:
+                    tokens = choice.get("token_ids") or []
+                    if tokens:
+                        ids += tokens
+                        arrivals.append((at, len(tokens)))
+                    finish = choice.get("finish_reason") or finish
+                if event.get("usage"):
+                    used = int(event["usage"]["completion_tokens"])
     if used < 0 or not finish:
         raise PartFailedError(f"{url}: the answer ended without a finish reason or usage: the server broke off")
+    if not arrivals:
+        raise PartFailedError(f"{url}: the answer holds no token ids (usage says {used} tokens)")
     return Answer(ids, arrivals, used, finish, started_at)
 
 
+@contextlib.contextmanager
+def _no_completion(url: str) -> Iterator[None]:
+    """What reading an answer raises where it is none: JSON that is broken, or of another shape."""
+    try:
+        yield
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
+        raise PartFailedError(f"{url}: the server's answer is no completion ({type(e).__name__}: {e})") from e
+
+
 def prompt_log_probs(
-    url: str, model: str, prompts: Sequence[Sequence[int]], heads: int, timeout_s: float = 300, in_flight: int = 8
+    url: str, model: str, prompts: Sequence[Sequence[int]], heads: int, timeout_s: float = 600, in_flight: int = 8
 ) -> list[list[dict[int, float]]]:
     """Of each prompt (token ids), at each position, the model's `heads` likeliest tokens there by the prompt before it, with
     their log-probs at temperature 1; {} at the first position. Raises PartFailedError as `complete` does."""
@@ -138,15 +163,16 @@ def prompt_log_probs(
         async def one(prompt: Sequence[int]) -> list[dict[int, float]]:
             body = {"model": model, "prompt": list(prompt), "prompt_logprobs": heads, "max_tokens": 1, "temperature": 0}
             async with places:
-                response = await http.post(f"{url}/v1/completions", json=body)
+                response = await _within(timeout_s, url, http.post(f"{url}/v1/completions", json=body))
             if response.status_code != 200:
                 raise PartFailedError(
                     f"{url}: the server refused a request ({response.status_code}: {response.text[:300]})"
                 )
-            given = response.json()["choices"][0]["prompt_logprobs"]
-            return [_head(position or {}, token, heads) for position, token in zip(given, prompt, strict=True)]
+            with _no_completion(url):
+                given = response.json()["choices"][0]["prompt_logprobs"]
+                return [_head(position or {}, token, heads) for position, token in zip(given, prompt, strict=True)]
 
-        async with httpx.AsyncClient(timeout=timeout_s, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=None, trust_env=False) as http:
             return await asyncio.gather(*map(one, prompts))
 
     try:

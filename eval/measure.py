@@ -1,9 +1,9 @@
 """Serves every arm in vLLM and sends all of them the same prompts, in turn; writes what happened, block by block.
 
-A block is one repeat of one group of one workload on all arms at hand: prompt by prompt the arms take turns, so that a
-noisy machine is noisy for all; an arm that is served by itself keeps its requests in flight. Counters are scraped around
-each block. A block is written when it is whole; a run that was stopped goes on with the first block that is not there.
-eval/results.py makes results.jsonl from the blocks.
+A block is one repeat of one group of one workload on all arms at hand. With one request in flight the arms take turns prompt
+by prompt, so that a noisy machine is noisy for all; with more, block by block: a closed loop keeps its requests in flight, and
+turns of a few prompts would measure batches that run empty. Counters are scraped around each block. A block is written when it is
+whole; a run that was stopped goes on with the first block that is not there. eval/results.py makes results.jsonl from the blocks.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Plan:
     seed: int = 0
     warmup: int = 2
     resident: bool = True
-    request_timeout_s: float = 300
+    request_timeout_s: float = 600  # for one whole answer
     start_timeout_s: float = 900
     precision: float | None = None  # no new repeat is begun once every speedup's half_width is at most this
     rates: tuple[float, ...] = ()  # requests/s of the open loop, beside `concurrencies`; not with `resident`
@@ -313,12 +313,12 @@ def _run_block(
                 dead[name] = f"{e} (log: {one.log})"
     rows: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
     clock = {arm.name: 0.0 for arm in arms}
-    # arms that take turns send a batch and wait for all of it; by itself an arm has all requests, so many in flight
-    size = key.concurrency if key.concurrency and len(arms) > 1 else len(requests)
+    # a turn is one prompt where one is in flight; else the whole block, in which the next one goes when one is answered
+    size = 1 if key.concurrency == 1 and len(arms) > 1 else len(requests)
     due = open_loop.arrival_times(key.rate, len(requests), plan.seed, key.repeat) if key.rate else None
     for number, first in enumerate(range(0, len(requests), size)):
         batch = requests[first : first + size]
-        turn = number % len(arms)
+        turn = (number + key.repeat) % len(arms)
         for arm in [*arms[turn:], *arms[:turn]]:  # nobody is always first after a pause, or always after the same arm
             advance(len(batch), f"{key.workload} {key.group or ''} {arm.name}")
             if arm.name in dead:
@@ -327,7 +327,7 @@ def _run_block(
                 time.sleep(SETTLE_S)
             began = time.perf_counter()
             try:
-                # one batch shares its sampling: every max_tokens of a workload is the same
+                # one turn shares its sampling: every max_tokens of a workload is the same
                 answers = client.complete(
                     servers[arm.name].url,
                     server.SERVED_NAME,
@@ -337,16 +337,18 @@ def _run_block(
                     key.concurrency,
                     due,
                 )
+                took = time.perf_counter() - began
+                # within the try: an answer whose tokens are not those of its usage is no figure either
+                measured = [_request_row(arm, r, a) for r, a in zip(batch, answers, strict=True)]
             except PartFailedError as e:
                 dead[arm.name] = f"{e} (log: {servers[arm.name].log})"
                 continue
-            clock[arm.name] += time.perf_counter() - began
-            rows[arm.name] += [
-                {"arm": arm.name, **head, **_request_row(arm, r, a)} for r, a in zip(batch, answers, strict=True)
-            ]
+            clock[arm.name] += took
+            rows[arm.name] += [{"arm": arm.name, **head, **row} for row in measured]
     written: list[dict[str, Any]] = []
     for arm in arms:
         block: dict[str, Any] = {"arm": arm.name, **head, "void": dead.get(arm.name), "counts": None}
+        block["sampling"] = _sampling(plan, key.temperature, requests[0])
         if arm.name not in dead:
             one = servers[arm.name]
             try:

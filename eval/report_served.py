@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eval import plots
-from eval.page import cell_name
+from eval.page import cell_name, percent
 from eval.verdict import explained, void_reason
 
 MISMATCHES = 12  # shown of each cell; results.jsonl has them all
@@ -34,14 +34,20 @@ def styles_of(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
     return {"target": (plots.INK, "x"), **by_family, **{arm: by_family[name] for arm, name in families.items()}}
 
 
-def _rows_of(cell: Row, rows: Sequence[Row]) -> list[Row]:
+def cache_hits(rows: Sequence[Row]) -> str | None:
+    """What of the prompts these arms found in the prefix cache (D20); None where none found any, as is usual."""
+    found = [f"{r['arm']} {percent(r['prefix_cache_hit_rate'], 1)}" for r in rows if r.get("prefix_cache_hit_rate")]
+    return f"Prefix cache hit rate: {', '.join(found)}." if found else None
+
+
+def rows_of(cell: Row, rows: Sequence[Row]) -> list[Row]:
     return [r for r in rows if r.get("group") is None
             and all(r.get(k) == cell.get(k) for k in ("workload", "temperature", "concurrency", "rate"))]  # fmt: skip
 
 
 def table_rows(cell: Row, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The target, then the arms as judged, fastest first; each the results row with the verdict's fields over it."""
-    own = _rows_of(cell, rows)
+    own = rows_of(cell, rows)
     keys = ("arm", "num_speculative_tokens", "draft_sample_method")
     by_arm = {tuple(r.get(k) for k in keys): r for r in own}
     fields = ("output_tokens_per_s", "exact_match", "acceptance_length", "draft_acceptance_rate", "prompts", "repeats",
@@ -102,6 +108,7 @@ def cell_section(cell: Row, rows: Sequence[Row], styles: Styles, requests: Seque
         "mismatches": sorted(mismatches, key=lambda m: explained(m[1]))[:MISMATCHES],
         "more_mismatches": max(0, len(mismatches) - MISMATCHES),
         "lossless": [row for row in shown if row.get("losslessness") and row["answer"] != "void"],
+        "cache_hits": cache_hits(rows_of(cell, rows)),
         "again": next((row for row in shown if row["arm"] == "target-again"), None),
         "imprecise": sorted({row["arm"] for row in shown if row.get("precision_reached") is False}),
     }

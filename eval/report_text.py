@@ -14,7 +14,7 @@ from rich.text import Text
 
 from eval.page import cell_name, figure, folders, percent, times
 from eval.report import verdict_of
-from eval.report_served import table_rows
+from eval.report_served import cache_hits, rows_of, table_rows
 from eval.run_results import load
 from eval.verdict import judge, latest
 from pairing.portable import portable
@@ -41,6 +41,8 @@ def _markdown(found: Mapping[str, Any], results: Sequence[Row]) -> str:
         lines += ["| arm | K | speed | tokens/s | τ | accepted | identical | |", "|---|--:|--:|--:|--:|--:|--:|---|"]
         for row in table_rows(cell, latest(results)):
             lines.append("| " + " | ".join(escape(t, quote=False).replace("|", "\\|") for t in _texts(row)) + " |")
+        if hits := cache_hits(rows_of(cell, latest(results))):
+            lines += ["", escape(hits, quote=False)]
         lines.append("")
     lines += [f"- {escape(alarm, quote=False)}" for alarm in found["alarms"]]
     return "\n".join(lines).rstrip() + "\n"

@@ -4,8 +4,9 @@ METRIC >= or > NUMBER, then where: @cN (requests in flight), @tT (temperature), 
 cell that it names must meet it; what is not named means all. Without an arm it is asked of every drafter, not of rivals that
 need none (n-gram …); of all arms where no drafter is measured. A void cell meets nothing.
 
-A speedup is judged by the lower bound of its 95 % interval, so that no build passes by noise. The other metrics are judged as
-measured: they are counts of the run itself.
+A speedup is judged by the lower bound of its 95 % interval, so that no build passes by noise, and only where the verdict lets it
+stand (eval/verdict.py): not over a void target, not where outputs differ from the target's, and no gain (a bound of 1 or more)
+within the noise that the A/A arm shows. The other metrics are judged as measured: they are counts of the run itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.measure import Plan
-from eval.verdict import void_reason
+from eval.verdict import answers
 from pairing.errors import InputError
 
 METRICS = ("speedup", "acceptance_length", "draft_acceptance_rate", "exact_match")
@@ -93,14 +94,14 @@ def judge(requirements: Sequence[Requirement], rows: Sequence[Mapping[str, Any]]
     missed: list[str] = []
     for one in requirements:
         cells = [
-            r for r in rows
-            if r["group"] is None and r["arm"] in one.arms and r["workload"] in one.workloads
+            (r, answer, reason) for r, answer, reason in answers(rows)
+            if r["arm"] in one.arms and r["workload"] in one.workloads
             and r["concurrency"] in one.concurrencies and r["temperature"] in one.temperatures
         ]  # fmt: skip
         if not cells:
             missed.append(f"not met: {one.text}: no such cell was measured")
-        for row in cells:
-            value, said = _value(one.metric, row)
+        for row, answer, reason in cells:
+            value, said = _value(one, row, answer, reason)
             good = value is not None and (value > one.bound if one.strict else value >= one.bound)
             where = (
                 f"{row['arm']} on {row['workload']}, temperature {row['temperature']:g}, {row['concurrency']} in flight"
@@ -109,17 +110,20 @@ def judge(requirements: Sequence[Requirement], rows: Sequence[Mapping[str, Any]]
     return met, missed
 
 
-def _value(metric: str, row: Mapping[str, Any]) -> tuple[float | None, str]:
-    """The figure that is judged, and how to say it."""
-    if reason := void_reason(row):
+def _value(one: Requirement, row: Mapping[str, Any], answer: str, reason: str | None) -> tuple[float | None, str]:
+    """The figure that is judged (None where the verdict on the row leaves none) and how to say it."""
+    metric = one.metric
+    if answer == "void":
         return None, f"void: {reason}"
-    if row.get(metric) is None:
-        return None, f"{metric} was not measurable"
     if metric != "speedup":
+        if row.get(metric) is None:
+            return None, f"{metric} was not measurable" + (f": {reason}" if answer == "not measurable" else "")
         return float(row[metric]), f"{metric} {row[metric]:.3f}"
-    if not row.get("speedup_interval"):
-        return None, "speedup has no interval: it needs at least two prompts that both arms answered"
+    if answer in ("not measurable", "differs from the target"):
+        return None, f"{answer}: {reason}"
     low, high = row["speedup_interval"]
+    if answer == "no measurable difference" and low > 1 and one.bound >= 1:
+        return None, f"speedup {row['speedup']:.3f} is {answer}: {reason}"
     return float(
         low
     ), f"speedup {row['speedup']:.3f}, judged by the lower bound of its 95 % interval, {low:.3f} to {high:.3f}"

@@ -64,10 +64,11 @@ def write_results(
             base = [r for r in here if r["arm"] == "target"]
             mine = [b for b in blocks if b["arm"] == arm.name and _within(b, cell)]
             check = checks.get((arm.name, temperature))
-            alone: Mapping[str, str] = next(
-                (b["effective"] for b in blocks if b["arm"] == "target" and b.get("effective")), {}
-            )
-            row = _row(plan, arm, cell, mine, [r for r in here if r["arm"] == arm.name], base, check, alone)
+            alone = _served([b for b in blocks if b["arm"] == "target"])
+            targets = [b for b in blocks if b["arm"] == "target" and _within(b, cell)]
+            target_void = _void(plan.arms[0], temperature, targets, None, alone)
+            own = [r for r in here if r["arm"] == arm.name]
+            row = _row(plan, arm, cell, mine, own, base, check, alone, target_void)
             for mismatch in row["mismatches"] or []:
                 mismatch["why"] = _explain(workload, mismatch, log_probs, references, base)
             one = offline.get((arm.name, workload, group))
@@ -85,6 +86,34 @@ def _within(row: Mapping[str, Any], cell: Mapping[str, Any]) -> bool:
     return all(row.get(name) == value for name, value in cell.items() if not (name == "group" and value is None))
 
 
+def _void(
+    arm: Arm,
+    temperature: float,
+    blocks: Sequence[Mapping[str, Any]],
+    check: Mapping[str, Any] | None,
+    alone: Mapping[str, str],
+) -> str | None:
+    """Why these blocks of an arm, a cell, are no measurement; None where they are one."""
+    if void := next((b["void"] for b in blocks if b["void"]), None if blocks else "not measured"):
+        return str(void)
+    counts = _sum([b["counts"] for b in blocks if b["counts"]])
+    if counts and (counts.prefix_cache_hit_rate or 0) > MAX_CACHE_HIT_RATE:
+        return f"prefix cache hit rate {counts.prefix_cache_hit_rate:.1%}: the cell measured the cache"
+    if temperature and arm.speculation():  # a speedup stands beside its check, or does not stand
+        if not check:
+            return "whether its output is the target's own was not checked"
+        if not check["passed"]:
+            return str(check["reason"])
+    if other := effective.differences(_served(blocks), alone)[0]:
+        return f"served otherwise than the target alone: {', '.join(other)}"
+    return None
+
+
+def _served(blocks: Sequence[Mapping[str, Any]]) -> Mapping[str, str]:
+    """What the server of these blocks really ran with."""
+    return next((b["effective"] for b in blocks if b.get("effective")), {})
+
+
 def _row(
     plan: Plan,
     arm: Arm,
@@ -94,17 +123,13 @@ def _row(
     base: Sequence[Mapping[str, Any]],
     check: Mapping[str, Any] | None,
     alone: Mapping[str, str],
+    target_void: str | None,
 ) -> dict[str, Any]:
     counts = _sum([b["counts"] for b in blocks if b["counts"]])
-    void = next((b["void"] for b in blocks if b["void"]), None if blocks else "not measured")
-    if counts and (counts.prefix_cache_hit_rate or 0) > MAX_CACHE_HIT_RATE:
-        void = void or f"prefix cache hit rate {counts.prefix_cache_hit_rate:.1%}: the cell measured the cache"
-    if cell["temperature"] and arm.speculation():  # a speedup stands beside its check, or does not stand
-        void = void or (check["reason"] if check else "whether its output is the target's own was not checked")
-    served: Mapping[str, str] = next((b["effective"] for b in blocks if b.get("effective")), {})
-    other, differs = effective.differences(served, alone)
-    if other:
-        void = void or f"served otherwise than the target alone: {', '.join(other)}"
+    void = _void(arm, cell["temperature"], blocks, check, alone)
+    served = _served(blocks)
+    sampling: Mapping[str, Any] = next((b["sampling"] for b in blocks if b.get("sampling")), {})
+    differs = effective.differences(served, alone)[1]
     row: dict[str, Any] = {
         "arm": arm.name,
         "kind": arm.kind,
@@ -131,6 +156,7 @@ def _row(
         "emitted_acceptance_length": _emitted(requests),
         "output_tokens": tokens,
         "output_tokens_per_s": tokens / seconds if seconds else None,
+        "in_flight": sum(r["e2e_s"] for r in requests) / seconds if seconds else None,  # on average
         "ttft_ms": statistics.percentiles([r["ttft_s"] for r in requests], 1000),
         "tpot_ms": statistics.percentiles([r["tpot_s"] for r in requests if r["tpot_s"] is not None], 1000),
         "itl_ms": statistics.percentiles([g for r in requests for g in r["itl_s"]], 1000),
@@ -142,8 +168,9 @@ def _row(
     if cell["rate"]:  # where one of the two falls behind, times grow with the length of the run and compare nothing
         row |= open_loop.figures(requests)
         told = row["kept_up"] is not False and open_loop.figures(base)["kept_up"] is not False
-    gain = None if arm.name == "target" or void or not told else statistics.speedup(requests, base)
-    exact = None if arm.name == "target" or void or cell["temperature"] else statistics.exact_match(requests, base)
+    compared = arm.name != "target" and not void and not target_void  # a figure over a void target is none
+    gain = statistics.speedup(requests, base) if compared and told else None
+    exact = statistics.exact_match(requests, base) if compared and not cell["temperature"] else None
     width = gain.half_width if gain else None
     row |= {
         "speedup": gain.ratio if gain else None,
@@ -158,7 +185,8 @@ def _row(
         "prefix_cache_hit_rate": counts.prefix_cache_hit_rate if counts else None,
         "startup_s": next((b.get("startup_s") for b in blocks), None),
         "settings": {"command": next((b.get("command") for b in blocks), None), "seed": plan.seed,
-                     "resident": plan.resident, "warmup": plan.warmup, "effective": served, "differs": differs},
+                     "ignore_eos": sampling.get("ignore_eos"), "resident": plan.resident, "warmup": plan.warmup,
+                     "effective": served, "differs": differs},
     }  # fmt: skip
     return row
 
@@ -192,7 +220,8 @@ def _explain(
     """How close the two tokens were for the target: a tie in rounding is no loss, anything else wants an explanation."""
     id, at = mismatch["id"], mismatch["position"]
     reference = list(references.get((workload, id), ()))
-    served = next(list(r["output_ids"]) for r in base if r["id"] == id and r["repeat"] == mismatch["repeat"])
+    own = {r["repeat"]: list(r["output_ids"]) for r in base if r["id"] == id}
+    served = own.get(mismatch["repeat"], own[min(own)])  # as statistics.exact_match compared them
     if served[:at] != reference[:at]:
         return "the target alone had left its recorded answer before, so no log-probs are at hand here"
     known = log_probs.get((workload, id, at), {})

@@ -100,16 +100,34 @@ def serve_line(words: list[str]) -> str:
     return shlex.join(words)
 
 
+_handed_out: set[int] = set()
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port that nobody listens on, never the same one twice: servers that start side by side have not bound theirs yet."""
+    while True:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = int(s.getsockname()[1])
+        if port not in _handed_out:
+            _handed_out.add(port)
+            return port
 
 
 def start(
-    arm: str, target: Path, speculation: dict[str, Any] | None, settings: Settings, log: Path, port: int | None = None
+    arm: str,
+    target: Path,
+    speculation: dict[str, Any] | None,
+    settings: Settings,
+    log: Path,
+    port: int | None = None,
+    *,
+    keep_key: bool = False,
 ) -> Server:
-    """Starts the server and returns at once; `wait_until_ready` tells when it answers. Without `port` a free one."""
+    """Starts the server and returns at once; `wait_until_ready` tells when it answers. Without `port` a free one.
+
+    `keep_key`: a VLLM_API_KEY of ours guards it. eval/client.py sends none, so what is measured goes without.
+    """
     port = port or free_port()
     words = serve_words(target, speculation, settings, port)
     env = cpu_engine_env() | {"VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib)} | os.environ
@@ -120,6 +138,8 @@ def start(
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    if not keep_key:
+        env.pop("VLLM_API_KEY", None)
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as f:
         process = subprocess.Popen(
@@ -136,16 +156,19 @@ def start(
 
 def wait_until_ready(server: Server, timeout_s: float, started: float) -> None:
     """Raises PartFailedError with the log's last telling line where the server dies or does not answer in time."""
-    while (status := client.health(server.url)) != 200:
+    while True:
+        if server.process.poll() is not None:  # asked first: whoever answers on its port then is somebody else
+            raise PartFailedError(
+                f"vLLM for arm {server.arm} ended with code {server.process.returncode} at start: {_last_error(server.log)} "
+                f"(log: {server.log})"
+            )
+        status = client.health(server.url)
+        if status == 200:
+            break
         if status == 503:  # the server listens once its engine is up, and goes on listening when that is gone
             raise PartFailedError(
                 f"the engine of vLLM for arm {server.arm} is gone: {_last_error(server.log)}; where nothing tells why, it was "
                 f"killed from outside, as the system does when memory runs out (log: {server.log})"
-            )
-        if server.process.poll() is not None:
-            raise PartFailedError(
-                f"vLLM for arm {server.arm} ended with code {server.process.returncode} at start: {_last_error(server.log)} "
-                f"(log: {server.log})"
             )
         if time.monotonic() - started > timeout_s:
             raise PartFailedError(

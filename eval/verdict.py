@@ -71,6 +71,16 @@ def latest(results: Sequence[Row]) -> list[Row]:
     return list({tuple(r.get(k) for k in keys): r for r in results if r.get("engine", "vllm") == "vllm"}.values())
 
 
+def answers(results: Sequence[Row]) -> list[tuple[Row, str, str | None]]:
+    """Each whole-workload row of an arm but the target, with its "answer" and "reason" as `judge` gives them: for whoever else
+    has to say whether a speedup stands (requirements, the model card)."""
+    found = []
+    for _, rows in _grouped(latest(results)):
+        target, noise = _beside(rows)
+        found += [(r, *_arm_answer(r, target, noise)) for r in rows if r["kind"] != "target"]
+    return found
+
+
 def void_reason(row: Row) -> str | None:
     """Why a row is no measurement, or None where it is one."""
     if row.get("void"):
@@ -99,12 +109,17 @@ def _grouped(rows: Sequence[Row]) -> list[tuple[tuple[Any, ...], list[Row]]]:
 
 
 def _cell(key: tuple[Any, ...], rows: Sequence[Row]) -> dict[str, Any]:
-    target, again = ([r for r in rows if r["kind"] == "target"] + [None, None])[:2]
-    noise = again.get("speedup_interval") if again and not void_reason(again) else None
+    target, noise = _beside(rows)
     arms = [_arm(r, target, noise) for r in rows if r["kind"] != "target"]
     arms.sort(key=lambda a: -(a["speedup"] or 0.0))
     where = dict(zip(("workload", "temperature", "concurrency", "rate"), key, strict=True))
     return {**where, "noise": noise, "arms": arms}
+
+
+def _beside(rows: Sequence[Row]) -> tuple[Row | None, Sequence[float] | None]:
+    """What the arms of a cell are held against: the target's row, and the interval of its A/A arm, which is noise."""
+    target, again = ([r for r in rows if r["kind"] == "target"] + [None, None])[:2]
+    return target, again.get("speedup_interval") if again and not void_reason(again) else None
 
 
 def _arm(row: Row, target: Row | None, noise: Sequence[float] | None) -> dict[str, Any]:

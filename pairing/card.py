@@ -17,6 +17,7 @@ from pairing.portable import portable
 
 BEGIN = "<!-- draftsmith: begin. Written from pair.json; what you write outside of these marks is kept. -->"
 END = "<!-- draftsmith: end -->"
+DIFFERS = "differs from the target"  # a verdict's answer: eval/verdict.py
 
 
 def write_card(folder: Path, name: str | None = None) -> None:
@@ -89,7 +90,13 @@ def _best(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     mine = [r for r in rows if r["workload"] == rows[0]["workload"]]
     first = min((_cell(r) for r in mine), default=None)
     known = [r for r in mine if _cell(r) == first and r.get("speedup") and r.get("speedup_interval") and not r["void"]]
-    return max(known, key=lambda r: float(r["speedup"]), default=None)
+    return max(known, key=lambda r: (_answer(r) == "faster", float(r["speedup"])), default=None)
+
+
+def _answer(row: Mapping[str, Any]) -> str:
+    """The verdict's answer, kept with the row; where an older row has none, what its interval says."""
+    low, high = row["speedup_interval"]
+    return row.get("answer") or ("faster" if low > 1 else "slower" if high < 1 else "no measurable difference")
 
 
 def _cell(row: Mapping[str, Any]) -> tuple[float, float]:
@@ -100,10 +107,11 @@ def _verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     best = _best(rows)
     if best is None:
         return ["**Not measured:** no speedup could be measured; see the table."]
-    gain = best["speedup_interval"][0] > 1
+    gain = _answer(best) == "faster"
     speed = f"{best['speedup']:.2f}x the target's own speed {_interval(best)}"
     said = f"{speed} on {_where(best)} with K = {best['num_speculative_tokens']}"
-    return [f"**{'It pays' if gain else 'It does not pay'}:** {said}."]
+    why = f": {_plain(best['reason'])}" if best.get("reason") and not gain else ""
+    return [f"**{'It pays' if gain else 'It does not pay'}:** {said}{why}."]
 
 
 def _where(row: Mapping[str, Any]) -> str:
@@ -126,6 +134,7 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         speed = f"void: {r['void']}" if r["void"] else _share(r.get("speedup"), "{:.2f}x")
         if not r["void"] and r.get("speedup_interval"):
             speed += " ({:.2f} to {:.2f})".format(*r["speedup_interval"])
+            speed += f", {DIFFERS}" if _answer(r) == DIFFERS else ""
         load = f"{r['rate']:g}/s" if r.get("rate") is not None else r["concurrency"]
         cells = (r.get("arm", ""), r["workload"], f"{r['temperature']:g}", load, r["num_speculative_tokens"], speed,
                  _share(r.get("acceptance_length"), "{:.2f}"), _share(r.get("draft_acceptance_rate"), "{:.0%}"),
@@ -155,8 +164,9 @@ def _limits(pair: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[
         return [*limits, "Not measured yet: `draftsmith measure` says what it gains, and where it does not."]
     known = [r for r in rows if r.get("speedup_interval") and not r["void"]]
     for title, chosen in (
-        ("Do not deploy it, it is slower than the target alone", [r for r in known if r["speedup_interval"][1] < 1]),
-        ("No measurable gain", [r for r in known if r["speedup_interval"][0] <= 1 <= r["speedup_interval"][1]]),
+        ("Do not deploy it, its outputs are not the target's own", [r for r in known if _answer(r) == DIFFERS]),
+        ("Do not deploy it, it is slower than the target alone", [r for r in known if _answer(r) == "slower"]),
+        ("No measurable gain", [r for r in known if _answer(r) == "no measurable difference"]),
     ):
         if chosen:
             named = [f"{_plain(_where(r))} at K = {r['num_speculative_tokens']} ({r['speedup']:.2f}x)" for r in chosen]

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import os
 import re
+import signal
 import sys
 import types
 import typing
@@ -158,12 +159,26 @@ def _as_typed(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, taken the way of Ctrl-C: what was started is ended, what was begun stays resumable."""
+
+
+def _terminate(signum: int, frame: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends us at once; the kernel then ends what we started
+    raise Terminated
+
+
 def guarded(main: typing.Callable[[list[str]], int]) -> int:
     """Runs a recipe on sys.argv and turns what it raises into the project's exit codes (see docs, Commands).
 
-    Only InputError is the user's; any other exception is a fault of ours and keeps its traceback.
+    Only InputError is the user's; any other exception is a fault of ours and keeps its traceback. SIGTERM ends a recipe as
+    Ctrl-C does, but for the ranks of a launcher: theirs ends them at once, also one that waits in a collective for a dead
+    peer and so would run no handler.
     """
     err = Console(stderr=True, highlight=False, soft_wrap=True)
+    taken = "LOCAL_RANK" not in os.environ and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if taken:
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         return main(sys.argv[1:])
     except InputError as e:
@@ -178,9 +193,12 @@ def guarded(main: typing.Callable[[list[str]], int]) -> int:
             raise
         err.print(f"failed: {reason}", style="red", markup=False)
         return 3
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as e:
         err.print("stopped; the same command goes on from here", markup=False)
-        return 130
+        return 143 if isinstance(e, Terminated) else 130
+    finally:
+        if taken:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _full(e: OSError | SafetensorError) -> str | None:

@@ -32,6 +32,7 @@ from eval import requirements, server
 from eval.measure import Arm, Plan, measure
 from eval.report_text import markdown_results
 from eval.results import Offline, write_results
+from eval.verdict import answers as judged
 from pairing.acceptance import acceptance_length_of, replay, replay_rounds, uniform_starts
 from pairing.alignment import tokens_by_id
 from pairing.bootstrap import interval
@@ -75,14 +76,18 @@ def expected(plan: Plan, answers: dict[str, Answers], real: int) -> dict[tuple[s
             for group in {None, *(r.group for r in requests)}:
                 asked = [r for r in requests if group in (None, r.group) and r.id in accepted]
                 w = [accepted[r.id][: r.max_tokens] for r in asked]
-                out[arm.name, name, group] = offline(w, arm, rows.temperature)
+                if one := offline(w, arm, rows.temperature):
+                    out[arm.name, name, group] = one
     return out
 
 
-def offline(w: list[Any], arm: Arm, temperature: float) -> Offline:
-    """What is to be expected by each prompt's chances of acceptance, as `last_rounds` gives them."""
+def offline(w: list[Any], arm: Arm, temperature: float) -> Offline | None:
+    """What is to be expected by each prompt's chances of acceptance, as `last_rounds` gives them; None where they hold no
+    round: answers of one token, which comes of the prompt."""
     found = (replay_rounds if arm.parallel_drafting else replay)(w, arm.num_speculative_tokens)
     tau = found.acceptance_length
+    if not found.rounds_P.sum():
+        return None
     low, high = found.acceptance_length_low, found.acceptance_length_high
     if (
         temperature
@@ -131,11 +136,12 @@ def record(plan: Plan, rows: list[dict[str, Any]], where: Mapping[str, Any]) -> 
         if model is None or not (model / "pair.json").is_file():
             continue
         arms = {a.name: a for a in plan.arms if a.model == model and not a.synthetic}
-        mine = [r for r in rows if r["arm"] in arms and r["group"] is None]
-        arm = arms[max(mine, key=lambda r: r["speedup"] or 0.0)["arm"]]  # both ways of drafting may be among them
+        mine = [{**r, "answer": answer, "reason": why} for r, answer, why in judged(rows) if r["arm"] in arms]
+        # both ways of drafting may be among them
+        arm = arms[max(mine, key=lambda r: (r["answer"] == "faster", r["speedup"] or 0.0))["arm"]]
         keep = ("arm", "workload", "temperature", "concurrency", "rate", "num_speculative_tokens", "parallel_drafting",
                 "draft_acceptance_rate", "acceptance_length", "speedup", "speedup_interval", "exact_match", "void",
-                "versions")  # fmt: skip
+                "answer", "reason", "versions")  # fmt: skip
         update_pair(
             model,
             measurements=[{k: r.get(k) for k in keep} for r in mine],
@@ -157,7 +163,7 @@ def machine(where: Mapping[str, Any]) -> str:
 
 
 def with_requirements(argv: list[str]) -> list[str]:
-    """Each `--require TEXT` or `--require=TEXT` taken out, and all of them as an override of the key."""
+    """Each `--require TEXT` or `--require=TEXT` taken out, and all of them as an override of the key; `--precision` too."""
     words, texts = iter(argv), []
     rest = []
     for word in words:
@@ -166,6 +172,11 @@ def with_requirements(argv: list[str]) -> list[str]:
             if not text:
                 raise InputError(f"--require needs what is required: {requirements.FORM}")
             texts.append(text)
+        elif word == "--precision" or word.startswith("--precision="):
+            text = word.partition("=")[2] if "=" in word else next(words, None)
+            if not text:
+                raise InputError("--precision needs a width: 3% asks for speedups to ± 3 %")
+            rest.append(f"precision={text}")
         else:
             rest.append(word)
     return [*rest, f"require={json.dumps(texts)}"] if texts else rest
@@ -211,7 +222,7 @@ def main(argv: list[str]) -> int:
         for arm in plan.arms:
             print(server.serve_line(server.serve_words(plan.target, arm.speculation(), plan.settings, 8000)))
         return 0
-    open_run(config.out, config, free=("require",))
+    open_run(config.out, config, free=("require", "start_timeout_s", "request_timeout_s"))
     measure(plan, config.out)
     real = max(tokens_by_id(load_tokenizer(target.path))) + 1  # the padding rows from here on are never drafted
     log_probs, references = recorded(answers)

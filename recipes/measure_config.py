@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from recipes.config import Strict
+
+
+def part_of_one(value: Any) -> Any:
+    """A part that is given in percent, as "3%", as a number, 0.03; anything else as it is."""
+    found = re.fullmatch(r"\s*([0-9.]+)\s*%\s*", value) if isinstance(value, str) else None
+    try:
+        return float(found[1]) / 100 if found else value
+    except ValueError:
+        return value
 
 
 class WorkloadConfig(Strict):
@@ -70,8 +80,8 @@ class MeasureConfig(Strict):
     """times that every prompt is sent to every arm; with `precision` at most so many"""
     minutes: float | None = None
     """begin no further repeat after this long; the first is always finished"""
-    precision: float | None = Field(default=None, gt=0, lt=1)
-    """begin no further repeat once every speedup's 95 % interval is this narrow: 0.03 is ± 3 %"""
+    precision: Annotated[float, Field(gt=0, lt=1), BeforeValidator(part_of_one)] | None = None
+    """begin no further repeat once every speedup's 95 % interval is this narrow: 3% or 0.03 is ± 3 %; also --precision"""
     aa: bool = False
     """serve the target alone a second time: its "speedup" shows the machine's noise"""
     require: list[str] = Field(default_factory=list)
@@ -95,5 +105,7 @@ class MeasureConfig(Strict):
     """CPU back end: KV cache of each server"""
     start_timeout_s: float = 900
     """how long a server may take to answer"""
+    request_timeout_s: float = Field(default=600, gt=0)
+    """how long one whole answer may take; an arm that takes longer is void"""
     record: bool = True
     """write measurements and what to serve with into each drafter's pair.json"""

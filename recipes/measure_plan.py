@@ -79,7 +79,7 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
     plan = Plan(
         target.path, arms, workloads, settings, config.repeats, config.minutes, tuple(config.concurrencies),
         tuple(config.temperatures), config.seed, config.warmup, resident, start_timeout_s=config.start_timeout_s,
-        precision=config.precision, rates=tuple(config.rates),
+        precision=config.precision, rates=tuple(config.rates), request_timeout_s=config.request_timeout_s,
     )  # fmt: skip
     return plan, target, answers
 

@@ -28,7 +28,7 @@ from pairing.files import read_json, write_json, write_text
 from pairing.source import resolve
 from pairing.vllm_plugin import die_with_parent
 from recipes.check import CheckConfig
-from recipes.config import Strict, guarded, parse, validate
+from recipes.config import Strict, Terminated, guarded, parse, validate
 from recipes.distill_config import DistillConfig
 from recipes.generate import GenerateConfig
 from recipes.init import InitConfig
@@ -198,7 +198,9 @@ def _run(words: list[str], quiet: bool = False) -> int:
     process = subprocess.Popen(words, preexec_fn=die_with_parent, stdout=sys.stderr if quiet else None)
     try:
         return process.wait()
-    except BaseException:  # Ctrl-C reached the stage too: let it end by itself, then not
+    except BaseException as e:  # Ctrl-C reached the stage too: let it end by itself, then not
+        if isinstance(e, Terminated):  # SIGTERM did not
+            process.terminate()
         try:
             process.wait(timeout=20)
         except subprocess.TimeoutExpired:

@@ -96,7 +96,8 @@ def main(argv: list[str]) -> int:
     if args.dry_run:
         return 0
     log = Path(f"draftsmith-serve-{port}.log")
-    with server.serving([server.start("drafter", target, arm.speculation(), settings, log, port)]) as (one,):
+    started = server.start("drafter", target, arm.speculation(), settings, log, port, keep_key=True)
+    with server.serving([started]) as (one,):
         print(f"ready on {one.url} (log: {log}); Ctrl-C stops it", file=sys.stderr)
         code = one.process.wait()
     raise PartFailedError(f"vLLM ended with code {code} (log: {log})")

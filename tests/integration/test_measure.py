@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from eval import client, measure, results, server
+from eval import client, counters, measure, results, server
 from eval.measure import Arm, Plan, Request
 from pairing.errors import PartFailedError
 from pairing.files import read_jsonl
 from tests import tiny
+from tests.conftest import ROOT
+from tests.stored_answers import answered, store
 
 SETTINGS = server.Settings(dtype="float32", max_model_len=256, enforce_eager=True)
 K = 3
@@ -42,7 +46,9 @@ def nothing_left() -> Iterator[None]:
     assert [p for p in psutil.Process().children(recursive=True) if p.pid not in before] == []
 
 
-def test_the_target_as_its_own_drafter_has_every_draft_accepted(target: Path, tmp_path: Path) -> None:
+def test_the_target_as_its_own_drafter_has_every_draft_accepted(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """D15, D22, D23: rate 1 and τ = K + 1 whatever the prompts; at temperature 0 all arms write the target's own tokens.
 
     At temperature 1 drafts drawn from q = p are always accepted. On the CPU back end of vLLM 0.32 that holds only with
@@ -53,6 +59,9 @@ def test_the_target_as_its_own_drafter_has_every_draft_accepted(target: Path, tm
         Arm("self", "draft_model", target, K, "probabilistic"),
         Arm("ngram", "ngram", None, K),
     ]
+    secrets = {"HF_TOKEN": "hf_secretsecret", "VLLM_API_KEY": "vk_secretsecret"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
     plan = Plan(target, arms, {"words": requests(4)}, SETTINGS, temperatures=(0.0, 1.0), concurrencies=(1, 2))
     measure.measure(plan, tmp_path)
     rows = results.write_results(plan, tmp_path, {}, {}, {}, {})
@@ -75,7 +84,14 @@ def test_the_target_as_its_own_drafter_has_every_draft_accepted(target: Path, tm
     assert greedy["self"]["survival_per_pos"] == [1.0] * K
     assert (greedy["self"]["exact_match"], greedy["ngram"]["exact_match"]) == (1.0, 1.0)
     assert greedy["self"]["output_tokens"] == greedy["target"]["output_tokens"] > 0
-    assert not greedy["self"]["prefix_cache_hit_rate"]  # D20
+    for block in read_jsonl(tmp_path / "blocks.jsonl"):  # D20: with the cache off nothing is even looked up in it
+        assert (block["counts"]["prefix_cache_queries"], block["counts"]["prefix_cache_hits"]) == (0, 0)
+        assert block["counts"]["prompt_tokens"] > 0
+    written = {file: file.read_text(errors="replace") for file in tmp_path.rglob("*") if file.is_file()}
+    assert len([file for file in written if file.suffix == ".log"]) == len(arms)
+    for file, text in written.items():
+        prompts = [r.id for r in plan.workloads["words"]] if file.suffix == ".log" else []  # an id here is the prompt
+        assert [said for said in [*secrets.values(), *prompts] if said in text] == [], file
     low, high = greedy["self"]["speedup_interval"]
     assert low < greedy["self"]["speedup"] < high
     assert all(len(r["output_ids"]) == r["output_tokens"] for r in read_jsonl(tmp_path / "requests.jsonl"))
@@ -126,6 +142,53 @@ def test_kill_9_leaves_no_engine_and_no_port(target: Path, tmp_path: Path) -> No
     assert [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
 
 
+def test_stopped_by_a_signal_nothing_is_left_and_the_same_command_finishes(target: Path, tmp_path: Path) -> None:
+    """Ctrl-C in the middle, SIGTERM in the middle of what was left, then on to the end: three starts of one server."""
+    held, out = store(tmp_path / "held", answered(target, 8, seed=2), target), tmp_path / "out"
+    words = [sys.executable, "-m", "recipes.measure", f"target={target}", f"out={out}", f"workloads.w.answers={held}",
+             "workloads.w.max_tokens=120", "concurrencies=[1,2,4]", "ngram=false", "repeats=1", "warmup=0",
+             "max_model_len=256", "enforce_eager=true"]  # fmt: skip
+
+    def blocks() -> int:
+        return len((out / "blocks.jsonl").read_text().splitlines()) if (out / "blocks.jsonl").is_file() else 0
+
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        before = blocks()
+        command = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell may have us ignore it
+        )
+        deadline = time.monotonic() + 300
+        while blocks() == before:
+            assert command.poll() is None, command.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        below = psutil.Process(command.pid).children(recursive=True)
+        open_ports = {c.laddr.port for p in below for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        assert len(below) >= 2
+        assert open_ports
+        command.send_signal(number)
+        _, said = command.communicate(timeout=60)
+        assert command.returncode == code, said
+        assert said.splitlines()[-1] == "stopped; the same command goes on from here"
+        assert "Traceback" not in said
+        assert [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+        for port in open_ports:
+            with socket.socket() as s:
+                assert s.connect_ex(("127.0.0.1", port)) != 0
+        assert before < blocks() < 6  # two groups at three numbers in flight
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert blocks() == 6
+    rows = [r for r in read_jsonl(out / "results.jsonl") if r["group"] is None]
+    assert [(r["concurrency"], r["prompts"], r["void"]) for r in rows] == [(c, 8, None) for c in (1, 2, 4)]
+    requests = read_jsonl(out / "requests.jsonl")
+    assert len(requests) == len({(r["id"], r["concurrency"]) for r in requests}) == 24
+
+
 def test_an_engine_that_is_gone_is_noticed_though_its_server_listens_on(target: Path, tmp_path: Path) -> None:
     """What the system does when memory runs out. The server process stays, so its end is not what tells."""
     one = server.start("target", target, None, SETTINGS, tmp_path / "log")
@@ -133,7 +196,19 @@ def test_an_engine_that_is_gone_is_noticed_though_its_server_listens_on(target: 
         server.wait_until_ready(one, 300, time.monotonic())
         children = psutil.Process(one.process.pid).children(recursive=True)
         worker = next(p for p in children if "Worker" in p.name() or "Worker" in " ".join(p.cmdline()))
-        worker.kill()
+        held = {name for name, _, _ in counters.parse(client.metrics(one.url)).values}
+        assert held >= {
+            "generation_tokens",
+            "prompt_tokens",
+            "prefix_cache_queries",
+            "prefix_cache_hits",
+            "preemptions",
+        }
+        began, sampling = time.monotonic(), {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True}
+        threading.Timer(0.5, worker.kill).start()
+        with pytest.raises(PartFailedError, match=one.url):
+            client.complete(one.url, server.SERVED_NAME, [[5, 6, 7]] * 100, sampling, 300, 8)
+        assert time.monotonic() - began < 60
         until = time.monotonic() + 60
         while client.health(one.url) == 200 and time.monotonic() < until:
             time.sleep(0.5)

@@ -58,6 +58,25 @@ def test_verdict_serve_line_table_and_limits(tmp_path: Path) -> None:
     assert "/c/" not in card
 
 
+def test_a_speedup_that_the_verdict_does_not_let_stand_is_no_claim() -> None:
+    """eval/verdict.py decides; measurements of before its answer was kept are read by their interval (above)."""
+    why = "1 output differs from the target's and not by a tie in rounding, first <p> at token 3"
+    row = pair()["measurements"][0]
+    lossy = {**row, "answer": "differs from the target", "reason": why}
+    noisy = {**row, "workload": "chat", "answer": "no measurable difference", "reason": "within the machine's noise"}
+    card = render_card(pair(measurements=[lossy, noisy]), "drafter")
+    assert "It pays" not in card
+    assert (
+        "**It does not pay:** 1.34x the target's own speed (95 % interval 1.28 to 1.40) on orders with K = 4: " in card
+    )
+    assert why.replace("<", "&lt;") in card
+    assert "| 1.34x (1.28 to 1.40), differs from the target |" in card
+    assert "- Do not deploy it, its outputs are not the target's own: orders at K = 4 (1.34x)." in card
+    assert "- No measurable gain: chat at K = 4 (1.34x)." in card
+    slower = {**row, "speedup": 1.1, "speedup_interval": [1.05, 1.15], "answer": "faster"}
+    assert "**It pays:** 1.10x" in render_card(pair(measurements=[lossy, slower]), "drafter")
+
+
 def test_a_users_text_stays_and_ours_is_replaced(tmp_path: Path) -> None:
     drafter = folder(tmp_path)
     write_card(drafter)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -45,9 +46,17 @@ class Clock:
 
 
 class Scripted:
-    """Streams `script` to every request as vLLM does; with `hold` it waits there for so many requests first."""
+    """Streams `script` to every request as vLLM does; with `hold` it waits there for so many requests first. `instead` answers
+    in its own way."""
 
-    def __init__(self, script: Script, clock: Clock | None = None, hold: int = 1, usage: int | None = None) -> None:
+    def __init__(
+        self,
+        script: Script,
+        clock: Clock | None = None,
+        hold: int = 1,
+        usage: int | None = None,
+        instead: Callable[[BaseHTTPRequestHandler], None] | None = None,
+    ) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.barrier = threading.Barrier(hold)
         scripted = self
@@ -58,6 +67,8 @@ class Scripted:
 
             def do_POST(self) -> None:
                 scripted.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                if instead:
+                    return instead(self)
                 scripted.barrier.wait(10)
                 self.send_response(200)
                 self.end_headers()
@@ -137,3 +148,83 @@ def test_a_client_that_is_late_does_not_make_the_server_fast(monkeypatch: pytest
         started = time.time()
         (answer,) = client.complete(server.url, "t", [[0]], {"max_tokens": 1}, 30, None, [0.0])
     assert 0.3 <= answer.arrivals[0][0] < time.time() - started
+
+
+Answering = Callable[[BaseHTTPRequestHandler], None]
+USAGE = {"choices": [], "usage": {"completion_tokens": 1}}
+
+
+def chunk(finish: str | None, ids: list[int]) -> dict[str, Any]:
+    return {"choices": [{"text": "", "token_ids": ids, "finish_reason": finish}]}
+
+
+def says(*events: Any, status: int = 200) -> Answering:
+    """Lines of a stream, as JSON or as they are; of another status its body."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        handler.end_headers()
+        for event in events:
+            line = event if isinstance(event, bytes) else json.dumps(event).encode()
+            handler.wfile.write(b"data: " + line + b"\n\n" if status == 200 else line)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (says({"message": "too long"}, status=400), r"refused a request \(400: .*too long"),
+        (says({"message": "EngineDead"}, status=500), r"refused a request \(500: .*EngineDead"),
+        (says(chunk(None, [7]), {"error": {"message": "EngineCore died"}}), r"broke off \(.*EngineCore died"),
+        (says(chunk(None, [7]), USAGE), "ended without a finish reason or usage"),
+        (says(chunk("length", [7])), "ended without a finish reason or usage"),
+        (says(), "ended without a finish reason or usage"),
+        (says(chunk("length", []), USAGE), r"holds no token ids \(usage says 1 tokens\)"),
+        (says(chunk(None, [7]), b'{"choices": ['), "no completion .JSONDecodeError"),
+        (says({"object": "text_completion"}), "no completion .KeyError: 'choices'"),
+        (says([1]), "no completion .TypeError"),
+        (says({"choices": [], "usage": {"completion_tokens": None}}), "no completion .TypeError"),
+        (lambda handler: None, "broke off .RemoteProtocolError"),
+    ],
+)
+def test_an_answer_that_is_none_is_a_part_that_failed(answer: Answering, why: str) -> None:
+    """And so voids a cell with its reason: anything else would end the whole run."""
+    with Scripted([], instead=answer) as server, pytest.raises(PartFailedError, match=why) as e:
+        client.complete(server.url, "t", [[1], [2]], {"max_tokens": 1})
+    assert server.url in str(e.value)
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"choices": []}', b'{"choices": [{"prompt_logprobs": [null]}]}'])
+def test_log_probs_that_are_none_are_a_part_that_failed(body: bytes) -> None:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    with Scripted([], instead=answer) as server, pytest.raises(PartFailedError, match="no completion"):
+        client.prompt_log_probs(server.url, "t", [[1, 2]], 4)
+
+
+@pytest.mark.parametrize("gap", [0.1, 60.0])
+def test_a_server_that_hangs_or_trickles_does_not_hold_a_cell_for_ever(gap: float) -> None:
+    """Whatever comes in between: the whole answer has its time, of which each byte's gap is a part only."""
+    done = threading.Event()
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        while not done.wait(gap):
+            handler.wfile.write(f"data: {json.dumps(chunk(None, [7]))}\n\n".encode())
+            handler.wfile.flush()
+
+    began = time.monotonic()
+    try:
+        with Scripted([], instead=answer) as server:
+            with pytest.raises(PartFailedError, match=r"the server did not answer within 0.5 s$"):
+                client.complete(server.url, "t", [[1]], {"max_tokens": 1}, 0.5)
+            with pytest.raises(PartFailedError, match=r"the server did not answer within 0.5 s$"):
+                client.prompt_log_probs(server.url, "t", [[1]], 1, 0.5)
+    finally:
+        done.set()
+    assert time.monotonic() - began < 30

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -204,6 +207,30 @@ def test_exit_codes(raised: BaseException, code: int, said: str, capsys: pytest.
     assert said in captured.err
     assert captured.out == ""
     assert guarded(lambda _: 1) == 1
+
+
+def test_sigterm_ends_a_recipe_as_ctrl_c_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the rank of a launcher: it must die at once, wherever it waits."""
+    cleaned: list[str] = []
+
+    def main(_: list[str]) -> int:
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # or we would end the tests
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            cleaned.append("what was started")
+        return 0
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert guarded(main) == 143
+    assert cleaned == ["what was started"]
+    assert capsys.readouterr().err == "stopped; the same command goes on from here\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert guarded(lambda _: int(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)) == 1
 
 
 def test_a_fault_of_ours_keeps_its_traceback() -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from eval import client, measure, results, server
+from eval import client, measure, report, results, server, verdict
 from eval.measure import Arm, Plan, Request
 from pairing.errors import PartFailedError
-from pairing.files import read_jsonl
+from pairing.files import read_jsonl, write_jsonl
 from tests import fake_engine
 
 ANSWER = [5, 6, 7, 8, 9]
@@ -192,15 +192,23 @@ def test_an_arm_whose_server_dies_is_void_and_the_rest_goes_on(engine: Engine, t
     assert cell(rows, "ngram")["num_drafts"] == 10
 
 
-def test_an_arm_by_itself_keeps_its_requests_in_flight(engine: Engine, tmp_path: Path) -> None:
-    """Taking turns they are sent as batches, each waited for; alone the next one goes when one is answered."""
+@pytest.mark.parametrize(
+    ("resident", "again"), [(True, ["drafter", "ngram", "target"]), (False, ["ngram", "drafter", "target"])]
+)
+def test_several_in_flight_are_a_closed_loop_whoever_else_is_up(
+    engine: Engine, tmp_path: Path, resident: bool, again: list[str]
+) -> None:
+    """The next request goes when one is answered: a turn is the whole block, and another arm begins each repeat."""
     requests = {"orders": [Request(f"p{i}", [i], 8, None, {}) for i in range(5)]}
-    measure.measure(replace(plan(repeats=1, warmup=0, concurrencies=(2,)), workloads=requests), tmp_path / "turns")
-    assert [size for arm, *size in engine.in_flight if arm == "target"] == [[2, 2], [2, 2], [1, 2]]
-    engine.in_flight = []
-    alone = replace(plan(repeats=1, warmup=0, concurrencies=(2,), resident=False), workloads=requests)
-    measure.measure(alone, tmp_path / "alone")
-    assert engine.in_flight == [("target", 5, 2), ("drafter", 5, 2), ("ngram", 5, 2)]
+    p = replace(plan(repeats=2, warmup=0, concurrencies=(2,), resident=resident), workloads=requests)
+    measure.measure(p, tmp_path)
+    assert engine.in_flight == [(arm, 5, 2) for arm in ["target", "drafter", "ngram", *again]]
+    rows = read_jsonl(tmp_path / "blocks.jsonl")
+    write_jsonl(tmp_path / "blocks.jsonl", [row | {"seconds": 0.8} for row in rows])
+    in_flight = {
+        r["arm"]: r["in_flight"] for r in write(p, tmp_path)
+    }  # five answers a block: of 0.5 s, with a drafter of 0.3 s
+    assert in_flight == pytest.approx({"target": 2.5 / 0.8, "drafter": 1.5 / 0.8, "ngram": 1.5 / 0.8})
 
 
 def test_at_a_rate_all_arms_get_the_same_arrivals(engine: Engine, tmp_path: Path) -> None:
@@ -257,6 +265,110 @@ def test_alone_a_server_that_never_comes_up_is_tried_once(
     measure.measure(p, tmp_path)
     assert engine.started == ["target", "drafter", "ngram"]
     assert {r["void"] for r in write(p, tmp_path) if r["arm"] == "drafter"} == {"ended with code 1 at start: no memory"}
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_an_answer_whose_tokens_are_not_those_of_its_usage_voids_its_cell(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resident: bool
+) -> None:
+    spoilt: list[str] = []
+
+    def complete(url: str, *rest: Any, **more: Any) -> list[client.Answer]:
+        answers = engine.complete(url, *rest, **more)
+        if url != "drafter" or engine.order.count(url) <= 3 or spoilt:
+            return answers
+        spoilt.append(url)
+        return [replace(a, output_tokens=a.output_tokens + 1) for a in answers]
+
+    monkeypatch.setattr(client, "complete", complete)
+    p = plan(repeats=1, warmup=0, resident=resident)
+    measure.measure(p, tmp_path)
+    rows = write(p, tmp_path)
+    assert "the streamed chunks hold 5 tokens, the server's usage says 6" in cell(rows, "drafter", "seen=false")["void"]
+    assert {r["void"] for r in rows if r["arm"] != "drafter" or r["group"] == "seen=true"} == {None}
+    assert cell(rows, "ngram")["num_drafts"] == 5
+    engine.order = []
+    measure.measure(p, tmp_path)  # whole: nothing is served again
+    assert engine.order == []
+
+
+def test_no_arm_has_a_speedup_over_a_target_that_is_void(engine: Engine, tmp_path: Path) -> None:
+    p = plan(repeats=1, warmup=0)
+    engine.fail_at = ("target", 4)
+    measure.measure(p, tmp_path)
+    rows = write(p, tmp_path)
+    assert "broke off" in cell(rows, "target")["void"]
+    drafter = cell(rows, "drafter")
+    assert (drafter["void"], drafter["acceptance_length"]) == (None, 4.0)
+    assert (drafter["speedup"], drafter["speedup_interval"], drafter["exact_match"]) == (None, None, None)
+    assert cell(rows, "drafter", "seen=true")["speedup"] == pytest.approx(5 / 3)  # of the blocks before it died
+
+
+def test_a_mismatch_in_a_repeat_that_the_target_did_not_answer_is_explained_by_its_first() -> None:
+    """As statistics.exact_match compares them."""
+    base = [{"id": "p", "repeat": 0, "output_ids": ANSWER}]
+    mismatch = {"id": "p", "repeat": 1, "position": 2, "target_token": 7, "arm_token": 3}
+    known = {("orders", "p", 2): {7: -0.5, 3: -0.5001}}
+    assert verdict.TIE in results._explain("orders", mismatch, known, {("orders", "p"): ANSWER}, base)
+
+
+def test_every_arm_is_asked_with_the_same_sampling_and_its_rows_say_so(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D23. And answers that were made to run on are told."""
+    sent: dict[str, list[dict[str, Any]]] = {"target": [], "drafter": [], "ngram": []}
+
+    def complete(url: str, model: str, prompts: Any, sampling: Any, *rest: Any, **more: Any) -> list[client.Answer]:
+        if more.get("seeds") is None:  # the losslessness check draws with a seed each
+            sent[url].append(sampling)
+        return engine.complete(url, model, prompts, sampling, *rest, **more)
+
+    monkeypatch.setattr(client, "complete", complete)
+    p = plan(repeats=1, warmup=1, temperatures=(0.0, 0.7), seed=3)
+    measure.measure(p, tmp_path / "a")
+    assert sent["target"] == sent["drafter"] == sent["ngram"]
+    pinned = {"max_tokens": 8, "seed": 3, "ignore_eos": False}
+    assert sent["target"] == [{"temperature": t, **pinned} for t in [0.0] * 6 + [0.7] * 5]  # the first of them warms up
+    for block in read_jsonl(tmp_path / "a" / "blocks.jsonl"):
+        assert block["sampling"] == {"temperature": block["temperature"], **pinned}
+    rows = write(p, tmp_path / "a")
+    assert {(r["settings"]["seed"], r["settings"]["ignore_eos"]) for r in rows} == {(3, False)}
+    assert not any("ignore_eos" in alarm for alarm in verdict.judge(rows)["alarms"])
+    monkeypatch.setattr(measure, "_sampling", lambda *_: {"temperature": 0.0, **pinned, "ignore_eos": True})
+    p = plan(repeats=1)
+    measure.measure(p, tmp_path / "b")
+    alarms = verdict.judge(write(p, tmp_path / "b"))["alarms"]
+    assert "Not representative: orders was measured with ignore_eos: answers ran past their end." in alarms
+
+
+@pytest.mark.parametrize(
+    ("hits", "void", "told"),
+    [
+        (20, "prefix cache hit rate 2.0%: the cell measured the cache", "drafter 2.0\u00a0%"),
+        (5, None, "drafter 0.5\u00a0%"),
+        (0, None, None),
+    ],
+)
+def test_what_came_from_the_prefix_cache_is_told_and_above_one_percent_void(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hits: int, void: str | None, told: str | None
+) -> None:
+    """D20. Of 1000 tokens that are looked up for each answer, `hits` are found."""
+
+    def metrics(url: str) -> str:
+        n = engine.drafts[url] if url == "drafter" else 0
+        counts = {"queries": 1000 * n, "hits": hits * n}
+        lines = [f'vllm:prefix_cache_{name}_total{{engine="0"}} {count}\n' for name, count in counts.items()]
+        return engine.metrics(url) + "".join(lines)
+
+    monkeypatch.setattr(client, "metrics", metrics)
+    p = plan(repeats=1, warmup=0)
+    measure.measure(p, tmp_path)
+    rows = write(p, tmp_path)
+    drafter = cell(rows, "drafter")
+    assert (drafter["prefix_cache_hit_rate"], drafter["void"]) == (hits / 1000, void)
+    assert (drafter["speedup"] is None) == bool(void)
+    text = report.markdown_results(rows)
+    assert f"\n\nPrefix cache hit rate: {told}.\n" in text if told else "refix cache" not in text
 
 
 def test_a_server_that_died_between_two_blocks_is_void(
@@ -430,3 +542,4 @@ def test_speculation_words() -> None:
     assert words[words.index("--host") + 1] == "127.0.0.1"
     assert json.loads(words[words.index("--speculative-config") + 1]) == {"method": "ngram"}
     assert "--no-enable-prefix-caching" in words  # D20
+    assert words[words.index("--generation-config") + 1] == "vllm"  # D23: requests alone say how to sample

@@ -142,12 +142,16 @@ def test_a_drafter_with_a_mask_is_measured_both_ways(tmp_path: Path) -> None:
         assert one_of.temperature == 0
     assert 1 <= (found["own", "w", None].teacher_forced or 0) <= 5
     assert found["own-parallel", "w", None].teacher_forced is None
+    first_token = {"w": chosen(answers["w"], WorkloadConfig(answers=folder, max_tokens=1), None)}
+    assert (
+        expected(replace(plan, workloads=first_token), answers, tiny.REAL_TOKENS) == {}
+    )  # no round, nothing to expect
 
     blank = dict.fromkeys(("workload", "temperature", "concurrency", "draft_acceptance_rate", "acceptance_length",
                            "speedup_interval", "exact_match", "void", "versions", "group"))  # fmt: skip
     rows = [
-        {**blank, "arm": a.name, "speedup": s, "temperature": 0.0, "num_speculative_tokens": a.num_speculative_tokens,
-         "parallel_drafting": a.parallel_drafting}
+        {**blank, "arm": a.name, "kind": a.kind, "speedup": s, "temperature": 0.0,
+         "num_speculative_tokens": a.num_speculative_tokens, "parallel_drafting": a.parallel_drafting}
         for a, s in ((one, 1.2), (other, 1.5))
     ]  # fmt: skip
     record(plan, rows, {"gpus": [], "cpu": "A CPU", "cores": 2})

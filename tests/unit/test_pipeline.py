@@ -10,7 +10,7 @@ import pytest
 from pairing.errors import InputError, PartFailedError
 from pairing.files import write_json
 from recipes import run
-from recipes.config import read_yaml, validate
+from recipes.config import Terminated, read_yaml, validate
 from recipes.run import RunConfig, command, stages
 from tests import tiny
 from tests.conftest import ROOT
@@ -116,3 +116,25 @@ def test_only_several_processes_get_a_launcher() -> None:
     assert command(distill, Path("c.yaml"), 1)[1:] == ["-m", "recipes.distill", "--config", "c.yaml"]
     words = command(distill, Path("c.yaml"), 2)
     assert words[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+@pytest.mark.parametrize(("raised", "told"), [(Terminated(), True), (KeyboardInterrupt(), False)])
+def test_a_stage_is_told_of_the_signal_that_reached_us_alone(
+    raised: BaseException, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C goes to the whole foreground group, SIGTERM to one process: without it the stage would run on for 20 s."""
+    heard: list[str] = []
+
+    class Stage:
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                raise raised
+            return -15
+
+        def terminate(self) -> None:
+            heard.append("SIGTERM")
+
+    monkeypatch.setattr(run.subprocess, "Popen", lambda *_, **__: Stage())
+    with pytest.raises(type(raised)):
+        run._run(["stage"])
+    assert heard == ["SIGTERM"] * told

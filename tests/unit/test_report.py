@@ -338,7 +338,7 @@ def test_optional_fields_are_shown_where_they_are(tmp_path: Path) -> None:
         result("target", "target"),
         result("target-again", "target", speedup=0.987, speedup_interval=[0.97, 1.01]),
         result("drafter", "draft_model", **good) | {"acceptance_length_by_context": bands, "precision_reached": False,
-         "precision": 0.03, "speedup_half_width": 0.05},
+         "precision": 0.03, "speedup_half_width": 0.05, "prefix_cache_hit_rate": 0.004},
         result("target", "target", **hot),
         result("drafter", "draft_model", **hot, **good)
         | {"losslessness": {"p": 0.0004, "tokens": 5120, "passed": False}, "exact_match": None},
@@ -349,6 +349,7 @@ def test_optional_fields_are_shown_where_they_are(tmp_path: Path) -> None:
     plain = " ".join(re.sub(r"<[^>]*>", " ", page).split())
     assert "how far its 0.99x lies from 1 is the noise of this machine" in plain
     assert "was not reached: drafter" in plain
+    assert plain.count("Prefix cache hit rate: drafter 0.4 %.") == plain.count("Prefix cache") == 1
     assert "3.50 0 to 256, 30 rounds 2.25 256 and more, 9 rounds" in plain
     assert "drafter &lt; 0.001 5120 no: outputs differ" in plain
     assert cell_name({**hot, "concurrency": None, "rate": 2.5}) == "hot, temperature 0.7, 2.5 requests sent a second"

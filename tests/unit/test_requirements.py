@@ -39,6 +39,12 @@ def rows(**drafter: Any) -> list[dict[str, Any]]:
     return [row | at for at in cells for row in arms]
 
 
+def again(speedup: float, interval: list[float]) -> list[dict[str, Any]]:
+    """The A/A arm in every cell of PLAN."""
+    one = result("target-again", "target", speedup=speedup, speedup_interval=interval)
+    return [one | {k: r[k] for k in ("workload", "temperature", "concurrency")} for r in rows() if r["arm"] == "target"]
+
+
 def judged(text: str, measured: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
     return requirements.judge(requirements.read([text], PLAN), measured)
 
@@ -76,7 +82,7 @@ def test_the_line_says_what_was_judged() -> None:
         ({"void": "the server died"}, "void: the server died"),
         ({"prefix_cache_hit_rate": 0.5}, "prefix cache hit rate 50.0 %"),
         ({"speedup": None, "speedup_interval": None}, "not measurable"),
-        ({"speedup_interval": None}, "no interval"),
+        ({"speedup_interval": None}, "no speedup with an interval"),
     ],
 )
 def test_nothing_passes_on_a_void_cell(fields: dict[str, Any], why: str) -> None:
@@ -84,6 +90,33 @@ def test_nothing_passes_on_a_void_cell(fields: dict[str, Any], why: str) -> None
     assert (len(good), len(bad)) == (0, 4)
     assert all(why in line for line in bad)
     assert judged("speedup>=0.1", []) == ([], ["not met: speedup>=0.1: no such cell was measured"])
+
+
+MISMATCH = {"id": "p1", "repeat": 0, "position": 3, "target_token": 1, "arm_token": 2}
+
+
+@pytest.mark.parametrize(
+    ("measured", "why"),
+    [
+        ([r | {"void": "it died"} if r["arm"] == "target" else r for r in rows()], "the target alone is void: it died"),
+        ([r for r in rows() if r["arm"] != "target"], "the target alone was not measured beside it"),
+        (rows(exact_match=0.9, mismatches=[MISMATCH | {"why": "no tie"}]), "1 output differs from the target's"),
+        ([*rows(), *again(1.2, [1.1, 1.4])], "it lies within the machine's noise"),
+    ],
+)
+def test_a_speedup_passes_only_where_the_verdict_lets_it_stand(measured: list[dict[str, Any]], why: str) -> None:
+    good, bad = judged("speedup>=1.1@c1", measured)
+    assert (len(good), len(bad)) == (0, 4)
+    assert all(why in line for line in bad)
+    assert len(judged("acceptance_length>=3@c1", measured)[0]) == 4  # a count of the arm's own
+
+
+def test_what_asks_for_no_gain_passes_within_the_noise() -> None:
+    measured = [*rows(), *again(1.2, [1.1, 1.4])]
+    assert len(judged("speedup>=0.9@c1", measured)[0]) == 4
+    tie = MISMATCH | {"why": "log-probs under the target -0.1 and -0.1: a tie in rounding"}
+    assert len(judged("speedup>=1.1@c1", rows(exact_match=0.9, mismatches=[tie]))[0]) == 4
+    assert len(judged("speedup>=1.1@c1", [*rows(), *again(1.0, [0.9, 1.1])])[0]) == 4  # noise that ends below it
 
 
 def test_without_a_drafter_it_is_asked_of_every_arm() -> None:
@@ -121,6 +154,22 @@ def test_the_flag_is_the_key() -> None:
     assert config.require == ["speedup>=1.2@c1", "exact_match>=1"]
     with pytest.raises(InputError, match="--require needs"):
         with_requirements(["target=t", "--require"])
+
+
+@pytest.mark.parametrize("words", [["--precision", "3%"], ["--precision=3 %"], ["precision=3%"], ["precision=0.03"]])
+def test_precision_is_given_in_percent_or_as_a_part(words: list[str]) -> None:
+    config, _ = parse(MeasureConfig, with_requirements([*words, "target=t", "workloads={}", "out=o"]))
+    assert config.precision == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(
+    "word", ["precision=300%", "precision=0%", "precision=%", "precision=3.3.3%", "precision=narrow"]
+)
+def test_a_precision_that_is_none_is_refused(word: str) -> None:
+    with pytest.raises(InputError, match="precision: "):
+        parse(MeasureConfig, with_requirements([word, "target=t", "workloads={}", "out=o"]))
+    with pytest.raises(InputError, match="--precision needs"):
+        with_requirements(["target=t", "--precision"])
 
 
 @pytest.mark.parametrize(
