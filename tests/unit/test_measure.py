@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from eval import client, measure, report, results, server, verdict
+from eval import client, measure, report_text, results, server, verdict
 from eval.measure import Arm, Plan, Request
 from pairing.errors import PartFailedError
 from pairing.files import read_jsonl, write_jsonl
@@ -367,7 +367,7 @@ def test_what_came_from_the_prefix_cache_is_told_and_above_one_percent_void(
     drafter = cell(rows, "drafter")
     assert (drafter["prefix_cache_hit_rate"], drafter["void"]) == (hits / 1000, void)
     assert (drafter["speedup"] is None) == bool(void)
-    text = report.markdown_results(rows)
+    text = report_text.markdown_results(rows)
     assert f"\n\nPrefix cache hit rate: {told}.\n" in text if told else "refix cache" not in text
 
 
