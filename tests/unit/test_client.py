@@ -214,7 +214,8 @@ def test_a_server_that_hangs_or_trickles_does_not_hold_a_cell_for_ever(gap: floa
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
         handler.end_headers()
-        while not done.wait(gap):
+        ends = time.monotonic() + 20  # or a client without a limit would hold the tests for ever
+        while not done.wait(min(gap, 20)) and time.monotonic() < ends:
             handler.wfile.write(f"data: {json.dumps(chunk(None, [7]))}\n\n".encode())
             handler.wfile.flush()
 

@@ -1,8 +1,9 @@
-"""Counters: two scrapes of /metrics, written by hand in the format of vLLM 0.32, and rates worked out by hand."""
+"""Counters: two scrapes of /metrics, recorded or written by hand in the format of vLLM 0.32; rates worked out by hand."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from eval.counters import difference, parse
 from pairing.errors import PartFailedError
+
+RECORDED = Path(__file__).parent / "recorded"
 
 
 def line(name: str, value: float, engine: int = 0, **labels: str) -> str:
@@ -68,6 +71,30 @@ def test_ten_rounds_on_top_of_earlier_traffic_in_two_engines() -> None:
     assert counts.conditional_per_pos == [0.8, 0.625, 0.4]
     assert counts.generation_tokens == 25
     assert counts.prefix_cache_hit_rate is None  # nothing was asked of it in between
+
+
+def test_a_recorded_pair_gives_the_values_worked_out_by_hand() -> None:
+    """Of vLLM 0.32 itself, with K = 3, around six answers of 24 tokens that came after others; only the lines that are read here.
+
+    By hand: 162 - 58 = 104 rounds, 486 - 174 = 312 = 3 · 104 drafted, 45 - 11 = 34 accepted; by position 32 - 9, 12 - 2 and
+    1 - 0. The client of that run saw, after each answer's first chunk, 16 + 16 + 17 + 19 + 17 + 19 = 104 chunks and 6 · 23 = 138
+    tokens: 138 - 104 = 34 accepted.
+    """
+    before, after = (parse((RECORDED / f"metrics_{name}.txt").read_text()) for name in ("before", "after"))
+    counts = difference(before, after)
+    assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (104, 312, 34)
+    assert counts.num_accepted_tokens_per_pos == (23, 10, 1)
+    assert counts.draft_acceptance_rate == 34 / 312
+    assert counts.acceptance_length == pytest.approx(138 / 104)
+    assert counts.conditional_per_pos == [23 / 104, 10 / 23, 1 / 10]
+    assert (counts.generation_tokens, counts.prompt_tokens, counts.preemptions) == (6 * 24, 29, 0)
+    assert (counts.prefix_cache_queries, counts.prefix_cache_hits, counts.prefix_cache_hit_rate) == (
+        0,
+        0,
+        None,
+    )  # it was off
+    with pytest.raises(PartFailedError, match=r"num_drafts_total of engine target/0 went from 162 to 58 .*restarted"):
+        difference(after, before)
 
 
 def test_nothing_drafted_is_none_not_a_division_by_zero() -> None:
