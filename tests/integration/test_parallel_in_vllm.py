@@ -3,6 +3,7 @@ that the offline count foretells, at temperature 0 and 1."""
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def trained(place: Path, spare: bool = False) -> dict[str, Path]:
         head_VH.copy_(settle_padding(head_VH, range(tiny.REAL_TOKENS + spare)))
     model.save_pretrained(target)
     init_drafter(resolve(str(target)), place / "drafter", [0, 3])
-    answers = [a for p in PROMPTS if (a := answer(model, p)) is not None][:8]
+    answers = list(islice((a for p in PROMPTS if (a := answer(model, p)) is not None), 8))
     assert len(answers) == 8
     store(place / "answers", answers, target)
     store(place / "drawn", drawn(model), target, temperature=1.0)
