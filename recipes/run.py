@@ -96,7 +96,8 @@ def stages(config: RunConfig, where: str) -> list[Stage]:
     given: list[tuple[str, type[Strict], dict[str, Any], list[Path]]] = [
         ("generate", GenerateConfig, {**config.generate, "target": config.target, "out": str(run / "data"), "seed": seed},
          [run / "data" / name / "meta.json" for name in sets]),
-        ("init", InitConfig, {**config.init, "target": config.target, "out": untrained}, [run / "init"]),
+        ("init", InitConfig,  # the text on which layers or channels are chosen, where init is asked to
+         {"answers": str(run / "data" / TRAIN), **config.init, "target": config.target, "out": untrained}, [run / "init"]),
         ("distill", DistillConfig,
          {**config.distill, "target": config.target, "draft": untrained, "data": str(run / "data" / TRAIN),
           "heldout": heldout, "out": str(run / "distill"), "seed": seed},

@@ -35,6 +35,7 @@ def test_stages_are_joined_by_paths() -> None:
         "drafter": "r/distill/drafter", "untrained": "r/init", "drafter-nf4": "r/nf4",
     }  # fmt: skip
     assert by_name["measure"]["workloads"]["orders"]["answers"] == "r/data/orders"
+    assert by_name["init"]["answers"] == "r/data/train"  # for by: influence and narrower widths
     assert by_name["quantize"]["report"] == "r/quantize.json"
     assert {by_name[n]["seed"] for n in ("generate", "distill", "measure")} == {3}
 
