@@ -24,12 +24,12 @@ ONE_LINE := Turn the order into one line of JSON with the keys name, city, item,
 
 # Stopped anywhere, it goes on there: answers, drafter and every finished run are kept in $(BENCH). Delete it to measure anew.
 bench: setup
-	@echo "bench, about four hours on 2 cores; leave the machine alone meanwhile. In turn:"
+	@echo "bench, about four and a half hours on 2 cores; leave the machine alone meanwhile. In turn:"
 	@echo "  data       SmolLM2-135M answers orders; a 5-layer drafter is cut from it             5 min"
 	@echo "  check      draftsmith check on 150,000 tokens                                        1 min"
 	@echo "  distill    our loop, a plain loop and TRL's GKD trainer; also with 151,936 rows     75 min"
 	@echo "  init       drafters of other depths and widths, trained alike and timed             20 min"
-	@echo "  objectives losses, cache sizes and the online target, 3 seeds; then each is served  50 min"
+	@echo "  objectives losses, cache sizes, the online target, layers to begin with, 3 seeds; then served  75 min"
 	@echo "  recording  what recording the target's distribution costs generation                 6 min"
 	@echo "  quantize   a trained drafter in 4 bits, before and after a short part with the quantizer   20 min"
 	@echo "  parallel   one by one against all drafts in one pass, on orders and on code          60 min"
