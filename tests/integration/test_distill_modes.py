@@ -474,6 +474,7 @@ def test_tau_is_that_of_the_drafts_that_are_served(
         InputError, match=r"^take=best goes by τ on the held-out sets: τ of drafts that are drawn .* 0\.7"
     ):
         main(words)
+    capsys.readouterr()
     words.append(f"heldout.one={tmp_path / 'one'}")
     assert main([*words, "--json"]) == 0
     said = capsys.readouterr()
