@@ -72,6 +72,12 @@ class Answers:
     meta: dict[str, Any]
     data: datasets.Dataset  # ordered by id, so the order does not depend on which prompt was answered first
 
+    @property
+    def temperature(self) -> float | None:
+        """At which the answers were drawn; None where that is not known, as of given texts."""
+        found = (self.meta.get("sampling") or {}).get("temperature")
+        return None if found is None else float(found)
+
 
 def spans_of(flat: Sequence[int] | NDArray[Any]) -> list[tuple[int, int]]:
     """(start, end) of each answer, from the column `spans`."""

@@ -114,8 +114,8 @@ def check_rows(answers: Answers, name: str, *, rows: int, real: int, context: in
         raise InputError(
             f"{name}: no answer token in {len(lengths)} rows, so there is nothing to learn: generate again"
         )
-    drawn_at = float(answers.meta.get("sampling", {}).get("temperature") or 0.0)
-    return Rows(answers.data.with_format("numpy"), head, tail, real, tokens_P, supervised_P, drawn_at)
+    temperature = answers.temperature or 0.0
+    return Rows(answers.data.with_format("numpy"), head, tail, real, tokens_P, supervised_P, temperature)
 
 
 def ids_in(rows: Rows) -> set[int]:

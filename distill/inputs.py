@@ -51,7 +51,7 @@ def open_inputs(
         supervised, tokens = int(r.supervised_P.sum()), int(r.tokens_P.sum())
         supervised_or_stop(name, supervised, tokens)
         note(f"{name}: {len(r)} prompts, {supervised:,} supervised of {tokens:,} tokens ({r.share:.1%})")
-    temperatures = {name: _temperature(answers) for name, answers in sets.items()}
+    temperatures = {name: answers.temperature for name, answers in sets.items()}
     answered_at = temperatures.pop("data")
     for name, other in temperatures.items():
         if other is not None and answered_at is not None and other != answered_at:
@@ -91,12 +91,6 @@ def require_reference(folder: Path, draft: Path) -> None:
         raise InputError(
             f"reference={folder}: its tokenizer gives other ids than the draft's: it must be a drafter of this target"
         )
-
-
-def _temperature(answers: Answers) -> float | None:
-    """At which its answers were drawn; None where that is not known, as of texts from elsewhere."""
-    found = (answers.meta.get("sampling") or {}).get("temperature")
-    return None if found is None else float(found)
 
 
 def _require_tokens(name: str, answers: Answers, pair: dict[str, Any], note: Callable[[str], None]) -> None:

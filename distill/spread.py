@@ -30,8 +30,8 @@ def spread(
     ceilings are those of a perfect argmax drafter (vLLM's default); one that draws from its distribution can reach 1 and K + 1.
     Raises InputError where there is no answer token, or but one prompt.
     """
-    H, drawn_at = int(answers.meta["top_logprobs"]), (answers.meta.get("sampling") or {}).get("temperature")
-    T = float((drawn_at or 0.0) if temperature is None else temperature)
+    H, drawn_at = int(answers.meta["top_logprobs"]), answers.temperature
+    T = (drawn_at or 0.0) if temperature is None else temperature
     sums: list[list[float]] = []
     argmax: list[list[float]] = []  # of each answer: 1 where the token is the target's most likely one
     for row in answers.data.with_format("numpy").select(range(min(prompts, len(answers.data)))):

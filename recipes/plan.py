@@ -115,7 +115,7 @@ def in_type(source: ModelSource, dtype: str | None) -> dict[str, Any]:
 
 def require_drawn_as_served(config: PlanConfig, answers: Answers) -> None:
     """Raises InputError where a drafter's τ, which is replayed on the answers, would be that of another temperature."""
-    drawn_at = float(answers.meta.get("sampling", {}).get("temperature") or 0.0)
+    drawn_at = answers.temperature or 0.0
     if config.drafter and config.temperature not in (None, drawn_at):
         raise InputError(
             f"temperature={config.temperature:g}: these answers were drawn at {drawn_at:g}, and what a drafter would give is "
