@@ -11,7 +11,7 @@ from math import exp, log
 from typing import Any
 
 from eval import schedule, statistics
-from eval.measure import Arm
+from eval.measure import AGAIN, Arm
 from eval.schedule import Ratio
 from eval.verdict import explained, void_reason
 
@@ -49,7 +49,24 @@ def surface(arms: Sequence[Arm], results: Sequence[Row], requests: Sequence[Row]
     "draft_acceptance_rate", "exact_match", "unexplained" (outputs that differ from the target's not by rounding)}.
     """
     sizes = sorted({r["concurrency"] for r in results})
-    return [_cell(arm, size, results, requests) for size in sizes for arm in arms]
+    return [_cell(arm, size, results, requests) for size in sizes for arm in arms if arm.name != AGAIN]
+
+
+def again(arms: Sequence[Arm], results: Sequence[Row], requests: Sequence[Row]) -> list[dict[str, Any]]:
+    """The target alone served a second time (A/A): per concurrency {"concurrency", "void", "speedup", "interval"} over its first."""
+    one = next(arm for arm in arms if arm.name == AGAIN)
+    keys = ("concurrency", "void", "speedup", "interval")
+    sizes = sorted({r["concurrency"] for r in results})
+    return [{key: cell[key] for key in keys} for size in sizes for cell in [_cell(one, size, results, requests)]]
+
+
+def drift(again: Sequence[Row]) -> list[str]:
+    """What `again` says of differences between servers, in a sentence."""
+    told = [f"{c['speedup']:.2f}x with {c['concurrency']} in flight" for c in again if c["speedup"]]
+    return [
+        f"The target alone, served a second time, has {', '.join(told)} of its own speed: an arm that differs from another by no "
+        "more than that may owe it to the machine."
+    ] if told else []  # fmt: skip
 
 
 def _cell(arm: Arm, size: int, results: Sequence[Row], requests: Sequence[Row]) -> dict[str, Any]:
@@ -57,7 +74,7 @@ def _cell(arm: Arm, size: int, results: Sequence[Row], requests: Sequence[Row]) 
     rows = [r for r in whole if r["arm"] == arm.name]
     mine, base = pooled(requests, arm.name, size), pooled(requests, "target", size)
     void = next((v for r in whole if r["arm"] in (arm.name, "target") and (v := void_reason(r))), None)
-    speed = None if void or arm.kind == "target" else ratio(mine, base)
+    speed = None if void or arm.name == "target" else ratio(mine, base)
     tokens = sum(r["output_tokens"] for r in mine)
     seconds = sum(r["output_tokens"] / r["output_tokens_per_s"] for r in rows if r["output_tokens_per_s"])
     drafted, drafts, accepted = (

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -375,47 +375,52 @@ def main(argv: list[str]) -> int:
         if args.json:
             print(json.dumps({"out": str(config.out), "backend": backend, "sets": planned}, indent=2))
             return 0
-        table = Table("set", "answers", "prompts", "prompt tokens", "p50", "p90", "max", "answer tokens, at most",
-                      "disk, at most")  # fmt: skip
-        for job in jobs:
-            s = planned[job.name]
-            lengths = (str(s["prompt_lengths"][key]) for key in ("p50", "p90", "max"))
-            table.add_row(
-                job.name,
-                job.meta["turns"],
-                f"{s['prompts']}",
-                f"{s['prompt_tokens']}",
-                *lengths,
-                f"{s['answer_tokens_at_most']}",
-                f"{s['bytes_at_most'] / 1e6:.1f} MB",
-            )
-        Console().print(table)
+        show({job.name: _planned(job, planned[job.name]) for job in jobs})
         print(f"{config.target} answers in {backend}; nothing was written")
         return 0
     stats = run(config, notes)
     if args.json:
         print(json.dumps({"out": str(config.out), "sets": stats}, indent=2))
         return 0
-    table = Table("set", "rows", "answers", "prompt tokens", "p50/p90/max", "answer tokens", "p50/p90/max", "supervised",
-                  "ended", "tail mass", "disk", "tok/s")  # fmt: skip
-    for name, s in stats.items():
-        rate, asked, said = s["last_run"]["tokens_per_s"], s["prompt_tokens"], s["answer_tokens"]
-        table.add_row(
-            name,
-            f"{s['prompts']}",
-            f"{s['answers']}",
-            f"{asked['total']}",
-            f"{asked['p50']}/{asked['p90']}/{asked['max']}",
-            f"{said['total']}",
-            f"{said['p50']}/{said['p90']}/{said['max']}",
-            f"{said['total'] / (said['total'] + asked['total']):.0%}",
-            f"{s['stop'] / s['prompts']:.0%}",
-            f"{s['tail_mass_mean']:.4f}",
-            f"{s['bytes'] / 1e6:.1f} MB",
-            f"{rate}" if rate else "",
-        )
-    Console().print(table)
+    show({name: _made(s) for name, s in stats.items()})
     return 0
+
+
+def _planned(job: Job, s: Mapping[str, Any]) -> dict[str, str]:
+    lengths = "/".join(str(s["prompt_lengths"][key]) for key in ("p50", "p90", "max"))
+    return {
+        "answers": str(job.meta["turns"]),
+        "prompts": str(s["prompts"]),
+        "prompt tokens": str(s["prompt_tokens"]),
+        "  p50/p90/max": lengths,
+        "answer tokens, at most": str(s["answer_tokens_at_most"]),
+        "disk, at most": f"{s['bytes_at_most'] / 1e6:.1f} MB",
+    }
+
+
+def _made(s: Mapping[str, Any]) -> dict[str, str]:
+    rate, asked, said = s["last_run"]["tokens_per_s"], s["prompt_tokens"], s["answer_tokens"]
+    return {
+        "rows": str(s["prompts"]),
+        "answers": str(s["answers"]),
+        "prompt tokens": str(asked["total"]),
+        "  p50/p90/max": f"{asked['p50']}/{asked['p90']}/{asked['max']}",
+        "answer tokens": str(said["total"]),
+        "  p50/p90/max, each answer": f"{said['p50']}/{said['p90']}/{said['max']}",
+        "supervised": f"{said['total'] / (said['total'] + asked['total']):.0%}",
+        "ended by itself": f"{s['stop'] / s['prompts']:.0%}",
+        "tail mass": f"{s['tail_mass_mean']:.4f}",
+        "disk": f"{s['bytes'] / 1e6:.1f} MB",
+        "tokens/s": f"{rate}" if rate else "",
+    }
+
+
+def show(sets: Mapping[str, Mapping[str, str]]) -> None:
+    """A column a set: few sets with many figures each stay readable in 80 columns."""
+    table = Table("set", *sets)
+    for label in next(iter(sets.values())):
+        table.add_row(label, *(figures[label] for figures in sets.values()))
+    Console().print(table)
 
 
 if __name__ == "__main__":

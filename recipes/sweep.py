@@ -26,7 +26,7 @@ from rich.table import Table
 
 from distill.answers import Answers
 from eval import schedule, server, sweep
-from eval.measure import Arm, Plan, measure
+from eval.measure import AGAIN, Arm, Plan, measure
 from eval.results import LogProbs, write_results
 from pairing.card import write_card
 from pairing.engine import Engine, require_vllm
@@ -76,6 +76,8 @@ class SweepConfig(Strict):
     """of the target's sampling, in every arm"""
     repeats: int = Field(default=2, ge=1)
     """times that every prompt is sent to every arm; odd ones run the arms backwards"""
+    aa: bool = True
+    """serve the target alone a second time, furthest from the first: its "speedup" shows what the machine did meanwhile"""
     minutes: float | None = None
     """begin no further repeat after this long, of the sweep and again of the confirmation; the first is always finished"""
     seed: int = 0
@@ -130,6 +132,7 @@ def sweep_plan(config: SweepConfig, engine: Engine) -> tuple[Plan, ModelSource, 
                 replace(one, name=sweep.arm_name(mode, k), num_speculative_tokens=k, draft_sample_method=method)
                 for k in sorted(set(config.num_speculative_tokens))
             ]
+    arms += [Arm(AGAIN, "target")] if config.aa else []
     plan = replace(plan, arms=arms, settings=settings, concurrencies=tuple(sorted(set(config.concurrencies))))
     for arm in arms:
         if arm.model is not None:
@@ -198,8 +201,12 @@ def swept(config: SweepConfig, plan: Plan, run: Run) -> Row:
         "notes": [ONE_SERVER] if config.repeats == 1 else [],
         "serve": None,
         "surface": cells,
+        "again": [],
     }  # fmt: skip
     results = read_jsonl(config.out / "results.jsonl")
+    if config.aa:
+        report["again"] = sweep.again(plan.arms, results, requests)
+        report["notes"] += sweep.drift(report["again"])
     if found is None or found["pays_up_to"] is None:
         report["notes"] += sweep.notes(cells, found, results, most)
         return report

@@ -85,14 +85,15 @@ def run(args: Any) -> list[Row]:
         common.require(args, "draft", "train", "heldout")
         folders = {name: str(getattr(args, name)) for name in ("draft", "train", "heldout")}
         pair = {"target": str(resolve(args.target).path), **folders}
-    meta = open_answers(Path(pair["train"])).meta
+    answers = open_answers(Path(pair["train"]))
     for arm in arms:
-        if ARMS[arm].get("cache", 0) > meta["top_logprobs"]:
+        recorded = answers.meta["top_logprobs"]
+        if ARMS[arm].get("cache", 0) > recorded:
             raise InputError(
-                f"{arm}: the answers in {pair['train']} record {meta['top_logprobs']} tokens a position: generate them "
+                f"{arm}: the answers in {pair['train']} record {recorded} tokens a position: generate them "
                 f"with top_logprobs={ARMS[arm]['cache']}, or leave this arm out with --arms"
             )
-    temperature = meta.get("sampling", {}).get("temperature", 0.0)
+    temperature = answers.temperature or 0.0
     same = {
         "steps": args.steps,
         "batch_size": args.batch_size,

@@ -16,20 +16,21 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import subprocess
 import sys
 import sysconfig
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from distill.prompts import HUMANEVAL
 from pairing.files import read_json, read_jsonl, write_text
 from pairing.vllm_plugin import die_with_parent
-from scripts.bench_common import ROOT, Row, table
+from scripts.bench_common import ROOT, Row, cores, table
 
-DEPTHS = {2: [0, 29], 3: [0, 1, 29], 5: [0, 1, 14, 28, 29]}  # layers of SmolLM2-135M's thirty
 WORDS = (12, 120)  # of a docstring that makes a prompt
 
 
@@ -43,25 +44,28 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--limit", type=int, default=400, help="training prompts")
     made.add_argument("--max-tokens", type=int, default=64)
     made.add_argument("--steps", type=int, default=200, help="of each training: the equal budget")
-    made.add_argument("--depth", type=int, nargs="+", choices=list(DEPTHS), default=[5])
+    made.add_argument("--depth", type=int, nargs="+", default=[5], help="layers kept, those of most influence")
     made.add_argument("--seeds", type=int, nargs="+", default=[0])
     made.add_argument("--masks", type=int, default=8, help="the longest round in one pass that is trained")
     made.add_argument("--measured", type=int, default=24, help="held-out prompts that are served")
-    made.add_argument("--temperature", type=float, default=0.0, help="of the answers, and served")
+    made.add_argument("--temperature", type=float, default=0.0, help="of the answers")
+    made.add_argument("--served-at", type=float, nargs="+", default=[0.0, 0.7], help="temperatures")
+    made.add_argument("--jobs", type=int, default=2, help="trainings at a time, which share out the cores")
     made.add_argument("--train-only", action="store_true", help="no steps timed, nothing served: on a busy machine")
     args = made.parse_args(argv)
     domain = args.out / args.name
     answers(args, domain)
     for depth in args.depth:
         draft = domain / f"draft-{depth}"
-        verb(draft, "init", f"target={args.target}", f"layers={DEPTHS[depth]}", "mask_token=auto", f"out={draft}")
-        for seed in args.seeds:
-            for way in ("one", "parallel"):
-                train(args, domain, depth, seed, way)
-            if not args.train_only:
-                serve(args, domain, depth, seed)
-    runs = sorted(domain.glob("served-*/results.jsonl"))
-    print(report(args.name, {run.parent.name.removeprefix("served-"): read_jsonl(run) for run in runs}))
+        verb(draft, "init", f"target={args.target}", f"count={depth}", "by=influence", f"answers={domain / 'answers' / 'train'}",
+             "mask_token=auto", f"out={draft}")  # fmt: skip
+    runs = [(depth, seed) for depth in args.depth for seed in args.seeds]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(lambda run: train(args, domain, *run), [(*run, way) for run in runs for way in ("one", "parallel")]))
+    for depth, seed in runs if not args.train_only else []:
+        serve(args, domain, depth, seed)
+    served = sorted(domain.glob("served-*/results.jsonl"))
+    print(report(args.name, {file.parent.name.removeprefix("served-"): read_jsonl(file) for file in served}))
     return 0
 
 
@@ -98,7 +102,7 @@ def train(args: argparse.Namespace, domain: Path, depth: int, seed: int, way: st
     ]
     words += [f"num_speculative_tokens={args.masks}"]
     words += [f"parallel_drafting={args.masks}"] if way == "parallel" else []
-    verb(out / "evaluation.json", "distill", *words)
+    verb(out / "evaluation.json", "distill", *words, threads=max(1, cores() // args.jobs))
 
 
 def trained(domain: Path, depth: int, seed: int, way: str) -> Path:
@@ -118,11 +122,11 @@ def serve(args: argparse.Namespace, domain: Path, depth: int, seed: int) -> None
         read_json(parallel.parent / "evaluation.json")["sets"]["own"]["parallel"]["after"]["tau"],
         costs["foretold_parallel"],
     )
-    out = domain / f"served-{depth}-{seed}-T{args.temperature:g}"
+    out = domain / f"served-{depth}-{seed}"
     verb(out / "results.jsonl", "measure", f"target={args.target}", f"drafters.one={one}", f"drafters.both={parallel}",
          f"workloads.own.answers={heldout}", f"workloads.own.limit={args.measured}",
          f"workloads.own.max_tokens={args.max_tokens}", f"num_speculative_tokens={K_one}",
-         f"parallel_num_speculative_tokens={K_par}", f"temperatures=[{args.temperature}]", "enforce_eager=true", "repeats=1",
+         f"parallel_num_speculative_tokens={K_par}", f"temperatures={args.served_at}", "enforce_eager=true", "repeats=1",
          f"out={out}")  # fmt: skip
 
 
@@ -145,25 +149,27 @@ def functions(library: Path) -> Iterator[str]:
                 yield f'{head}\n    """{textwrap.indent(said, "    ").strip()}\n    """\n'
 
 
-def verb(made: Path | None, *words: str) -> None:
+def verb(made: Path | None, *words: str, threads: int | None = None) -> None:
     """Runs a verb unless what it makes is there. 1 is a verb's answer "no", which is a result too."""
     if made is not None and made.exists():
         return
     print(f"draftsmith {' '.join(words)}", file=sys.stderr, flush=True)
     line = [sys.executable, "-m", f"recipes.{words[0]}", *words[1:]]
-    code = subprocess.run(line, cwd=ROOT, preexec_fn=die_with_parent, stdout=sys.stderr).returncode
+    env = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    code = subprocess.run(line, cwd=ROOT, env=env, preexec_fn=die_with_parent, stdout=sys.stderr).returncode
     if code not in (0, 1):
         raise SystemExit(f"bench_parallel: {words[0]} ended with code {code}; the same command goes on from there")
 
 
 def report(name: str, runs: Mapping[str, Sequence[Row]]) -> str:
-    """Markdown: a line an arm and run ("DEPTH-SEED-TTEMPERATURE")."""
+    """Markdown: a line an arm, run ("DEPTH-SEED") and temperature."""
     lines = []
     for run, rows in runs.items():
         for row in rows:
             if row["group"] is None and row["kind"] != "target":
-                lines.append([name, run, row["arm"], str(row["num_speculative_tokens"]), _speed(row), *_counts(row)])
-    header = ("domain", "depth-seed-temperature", "arm", "K", "speed (95 %)", "τ served", "τ by replay", "identical")
+                head = [name, run, f"{row['temperature']:g}", row["arm"], str(row["num_speculative_tokens"])]
+                lines.append([*head, _speed(row), *_counts(row)])
+    header = ("domain", "depth-seed", "temperature", "arm", "K", "speed (95 %)", "τ served", "τ by replay", "identical")
     return table(header, lines)
 
 

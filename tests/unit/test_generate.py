@@ -262,7 +262,10 @@ def words(target: Path, out: Path, *more: str) -> list[str]:
     ]
 
 
-def test_recipe(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")  # as a terminal, or a log, that is no wider
     out = tmp_path / "data"
     argv = words(target, out, "sets.test.prompts=orders", "sets.test.split=test", "sets.test.limit=3",
                  "sets.test.system=Hi", "sets.test.max_tokens=4")  # fmt: skip
@@ -271,7 +274,9 @@ def test_recipe(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not out.exists()
     assert main([*argv, "--dry-run"]) == 0
     assert main(argv) == 0
-    capsys.readouterr()
+    told = capsys.readouterr().out
+    assert "ended by itself" in told and "disk, at most" in told
+    assert "…" not in told, "nothing is cut off"
     assert main([*argv, "--json"]) == 0  # again: nothing to do
     stats = json.loads(capsys.readouterr().out)["sets"]
     for name, count in (("train", 6), ("test", 3)):
