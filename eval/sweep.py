@@ -53,7 +53,7 @@ def surface(arms: Sequence[Arm], results: Sequence[Row], requests: Sequence[Row]
 
 
 def again(arms: Sequence[Arm], results: Sequence[Row], requests: Sequence[Row]) -> list[dict[str, Any]]:
-    """The target alone served a second time (A/A): per concurrency {"concurrency", "void", "speedup", "interval"} over its first."""
+    """The target alone served again (A/A), over its first: {"concurrency", "void", "speedup", "interval"} per concurrency."""
     one = next(arm for arm in arms if arm.name == AGAIN)
     keys = ("concurrency", "void", "speedup", "interval")
     sizes = sorted({r["concurrency"] for r in results})

@@ -61,7 +61,11 @@ def main(argv: Sequence[str]) -> int:
              "mask_token=auto", f"out={draft}")  # fmt: skip
     runs = [(depth, seed) for depth in args.depth for seed in args.seeds]
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(lambda run: train(args, domain, *run), [(*run, way) for run in runs for way in ("one", "parallel")]))
+        list(
+            pool.map(
+                lambda run: train(args, domain, *run), [(*run, way) for run in runs for way in ("one", "parallel")]
+            )
+        )
     for depth, seed in runs if not args.train_only else []:
         serve(args, domain, depth, seed)
     served = sorted(domain.glob("served-*/results.jsonl"))
