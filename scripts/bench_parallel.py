@@ -131,7 +131,7 @@ def serve(args: argparse.Namespace, domain: Path, depth: int, seed: int) -> None
          f"workloads.own.answers={heldout}", f"workloads.own.limit={args.measured}",
          f"workloads.own.max_tokens={args.max_tokens}", f"num_speculative_tokens={K_one}",
          f"parallel_num_speculative_tokens={K_par}", f"temperatures={args.served_at}", "enforce_eager=true", "repeats=1",
-         "arms=[one,both,both-parallel,ngram]", f"out={out}")  # fmt: skip
+         "arms=[one,both-parallel,ngram]", f"out={out}")  # fmt: skip
 
 
 def fastest(tau: Mapping[str, float | None], rounds: Mapping[str, Mapping[str, float]]) -> int:
