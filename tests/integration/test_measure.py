@@ -77,9 +77,9 @@ def test_the_target_as_its_own_drafter_has_every_draft_accepted(
         assert {k: served[k] for k in asked} == asked, name
         assert int(served["kv_cache_tokens"].replace(",", "")) > 256, name
     greedy = {r["arm"]: r for r in rows if r["temperature"] == 0 and r["concurrency"] == 1}
-    assert {name: r["settings"]["differs"] for name, r in greedy.items()} == {  # vLLM's own doing beside n-gram
-        "target": [], "self": [], "ngram": ["scheduling synchronous, the target's unknown"],
-    }  # fmt: skip
+    # n-gram's log alone says that scheduling is synchronous: on the CPU back end it is for all
+    assert {name: r["settings"]["differs"] for name, r in greedy.items()} == {"target": [], "self": [], "ngram": []}
+    assert {r["settings"]["effective"]["scheduling"] for r in greedy.values()} == {"synchronous"}
     assert greedy["self"]["survival_per_pos"] == [1.0] * K
     assert (greedy["self"]["exact_match"], greedy["ngram"]["exact_match"]) == (1.0, 1.0)
     assert greedy["self"]["output_tokens"] == greedy["target"]["output_tokens"] > 0

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from eval import client, measure, report_text, results, server, verdict
+from eval import client, effective, measure, report_text, results, server, verdict
 from eval.measure import Arm, Plan, Request
 from pairing.errors import PartFailedError
 from pairing.files import read_jsonl, write_jsonl
@@ -529,6 +529,10 @@ def test_an_arm_served_in_another_precision_is_void(engine: Engine, tmp_path: Pa
     assert ngram["settings"]["differs"] == ["scheduling synchronous, the target's unknown"]
     assert ngram["settings"]["effective"]["eager"] == "True"
     assert ngram["settings"]["effective"]["attention"] == "unknown"
+    (tmp_path / "cpu.log").write_text(line.format("float32, device_config=cpu"))
+    (tmp_path / "cuda.log").write_text(line.format("float32, device_config=cuda"))
+    told = [effective.read(tmp_path / f"{device}.log")["scheduling"] for device in ("cpu", "cuda")]
+    assert told == ["synchronous", "unknown"]  # the CPU back end has no other and does not say so
 
 
 def test_speculation_words() -> None:
