@@ -184,8 +184,10 @@ def first_heads(folder: Path, count: int) -> list[tuple[str, list[int], dict[int
     for path in shard_paths(folder)[:1]:
         for row in _read(path).select(["id", "input_ids", "spans", "head_ids", "head_logprobs"]).to_pylist():
             if row["spans"]:
-                head = dict(zip(row["head_ids"][:k], np.exp(np.float64(row["head_logprobs"][:k])).tolist(), strict=True))
-                found.append((row["id"], row["input_ids"][: row["spans"][0]], head))
+                p = np.exp(np.float64(row["head_logprobs"][:k])).tolist()
+                found.append(
+                    (row["id"], row["input_ids"][: row["spans"][0]], dict(zip(row["head_ids"], p, strict=False)))
+                )
     return sorted(found, key=lambda one: (max(one[2].values()), one[0]))[:count]
 
 

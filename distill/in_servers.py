@@ -63,7 +63,7 @@ class Server:
     tokens: int = 0
     retries: int = 0  # requests that went to another server, or came again
     last_error: str = ""
-    failed: dict[str, str] = field(default_factory=dict)  # of the set that is being answered: prompt -> what went wrong here
+    failed: dict[str, str] = field(default_factory=dict)  # prompt of the set in work -> what went wrong with it here
 
     def fail(self, error: Exception) -> None:
         full = isinstance(error, Busy) and error.full
@@ -264,6 +264,8 @@ async def _one(http: httpx.AsyncClient, pool: Pool, request: Request, sampling: 
             full = isinstance(e, Busy) and e.full
             if asked and not full and len(server.failed) < NAMED:
                 server.failed[request.prompt.id] = server.last_error
+            if asked and isinstance(e, Busy):
+                pool.down_since = None  # it does answer: it is the prompt that ends this, not patience
             # a full server or a broken line says nothing about the prompt; an answer that takes for ever does
             errors += asked and not full and isinstance(e, httpx.ReadTimeout | Busy)
             if errors >= MOST_ERRORS:
@@ -343,9 +345,7 @@ async def _post(http: httpx.AsyncClient, server: Server, path: str, body: dict[s
         rest = min(LONGEST_REST_S, float(after)) if after.isdigit() else None
         raise Busy(f"{response.status_code}: {_said(response)}", rest, full=response.status_code == 429)
     if response.status_code != 200:
-        raise Refused(
-            f"{server.url}{path}: refused ({response.status_code}: {_said(response)})", response.status_code
-        )
+        raise Refused(f"{server.url}{path}: refused ({response.status_code}: {_said(response)})", response.status_code)
     return _object(response, path)
 
 
@@ -416,7 +416,8 @@ async def _check(http: httpx.AsyncClient, pool: Pool, server: Server) -> None:
     model = _model_of(server.url, _object(response, "/v1/models").get("data") or [], pool)
     await _check_vocabulary(http, pool, server, str(model["id"]))
     heads = [await _probe(http, pool, server, str(model["id"]), one) for one in pool.probes]
-    if not pool.heads:  # nothing is awaited from here on: of two that are checked at once, the later one sees the other's
+    # nothing is awaited from here on: of two that are checked at once, the later one sees the other's
+    if not pool.heads:
         pool.heads, pool.heads_of = heads, server.url
     _require_same_weights(pool, server, heads)
     length = model.get("max_model_len")

@@ -62,7 +62,8 @@ def require_shared(out: Path, patience: float = 5.0) -> None:
     held, end = out / "config.yaml", time.monotonic() + patience
     while not held.is_file() and time.monotonic() < end:
         time.sleep(0.1)
-    seen = gather_object([digest_file(held) if held.is_file() else None])  # before any raises: the others would wait for it
+    # told before any raises: the others would wait for it
+    seen = gather_object([digest_file(held) if held.is_file() else None])
     blind = [str(rank) for rank, digest in enumerate(seen) if digest != seen[0]]
     if blind:
         raise InputError(

@@ -26,7 +26,13 @@ def test_two_ranks_without_a_common_out_end_before_a_step(tmp_path: Path) -> Non
     target = tiny.folder(tmp_path / "target", layers=2)
     init_drafter(resolve(str(target)), tmp_path / "draft", [0, 1])
     store(tmp_path / "data", made_up([5, 9, 7, 4]), target)
-    words = [f"draft={tmp_path / 'draft'}", f"data={tmp_path / 'data'}", "max_steps=2", "losses.forward_kl=1", "threads=1"]
+    words = [
+        f"draft={tmp_path / 'draft'}",
+        f"data={tmp_path / 'data'}",
+        "max_steps=2",
+        "losses.forward_kl=1",
+        "threads=1",
+    ]
     group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     ranks = [
         subprocess.Popen(

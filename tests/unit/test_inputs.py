@@ -57,7 +57,9 @@ def test_one_file_answered_in_two_ways_is_on_both_sides(place: Path, data: str, 
     folders = [place / "out" / name for name in (data, heldout)]
     ids = [set(open_answers(folder).data["id"]) for folder in folders]
     assert not ids[0] & ids[1], "ids do not tell it"
-    with pytest.raises(InputError, match=r"^heldout\.x: 4 of its prompts are trained on too, \w+ first: its figures") as e:
+    with pytest.raises(
+        InputError, match=r"^heldout\.x: 4 of its prompts are trained on too, \w+ first: its figures"
+    ) as e:
         opened(place, *folders)
     assert "\n" not in str(e.value)
 
@@ -87,9 +89,7 @@ def said(*texts: str) -> list[Answer]:
         (["?", "x"], ["?"], 1),
     ],
 )
-def test_texts_tell_prompts_apart(
-    place: Path, tmp_path: Path, data: list[str], heldout: list[str], both: int
-) -> None:
+def test_texts_tell_prompts_apart(place: Path, tmp_path: Path, data: list[str], heldout: list[str], both: int) -> None:
     folders = [store(tmp_path / name, said(*texts), place / "target") for name, texts in (("d", data), ("h", heldout))]
     if both:
         with pytest.raises(InputError, match=rf"heldout\.x: {both} of its prompts are trained on too"):

@@ -361,7 +361,7 @@ def test_more_than_may_be_left_out_ends_it(target: Path, tmp_path: Path, serve: 
     assert len(rows_of(three)) == COUNT - 3
     assert len(open_answers(three.folder).meta["stats"]["left_out"]) == 3
     bad += [r.prompt_ids for r in none.requests if isinstance(r, Request)]
-    with pytest.raises(PartFailedError, match="none of 40 prompts was answered: .*too long"):
+    with pytest.raises(PartFailedError, match=r"none of 40 prompts was answered: .*too long"):
         answered(target, none, serve(refuses))
 
     def stranger(server: FakeServer, body: Body, handler: Handler) -> bool:
