@@ -23,7 +23,8 @@ from tests.stored_answers import made_up, store
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """target/, draft/, and one file of chats answered in four ways: given/, every/, last/ and system/; other/ is of another."""
     place = tmp_path_factory.mktemp("place")
-    target = tiny.folder(place / "target", layers=2)
+    # no padding rows, which random weights would say
+    target = tiny.folder(place / "target", layers=2, rows=tiny.REAL_TOKENS)
     init_drafter(resolve(str(target)), place / "draft", [0, 1])
     for name, word in (("c", "Ship"), ("d", "Send")):
         chats = [
@@ -90,7 +91,10 @@ def said(*texts: str) -> list[Answer]:
     ],
 )
 def test_texts_tell_prompts_apart(place: Path, tmp_path: Path, data: list[str], heldout: list[str], both: int) -> None:
-    folders = [store(tmp_path / name, said(*texts), place / "target") for name, texts in (("d", data), ("h", heldout))]
+    folders = [
+        store(tmp_path / name, said(*texts), place / "target", rows=tiny.REAL_TOKENS)
+        for name, texts in (("d", data), ("h", heldout))
+    ]
     if both:
         with pytest.raises(InputError, match=rf"heldout\.x: {both} of its prompts are trained on too"):
             opened(place, *folders)
