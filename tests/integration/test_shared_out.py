@@ -44,7 +44,7 @@ def test_two_ranks_without_a_common_out_end_before_a_step(tmp_path: Path) -> Non
         for rank in range(2)
     ]
     try:
-        told = [one.communicate(timeout=120)[1] for one in ranks]
+        told = [one.communicate(timeout=240)[1] for one in ranks]
     finally:
         for one in ranks:
             one.kill()
