@@ -177,6 +177,20 @@ def begin(folder: Path, meta: dict[str, Any]) -> set[str]:
     return set()
 
 
+def first_heads(folder: Path, count: int) -> list[tuple[str, list[int], dict[int, float]]]:
+    """Of the first shard's rows at most `count`, those whose answer began least certainly, since another model differs there
+    the most: id, the tokens before that answer, and the recorded head (id -> probability) after them."""
+    k, found = _meta(folder)["top_logprobs"], []
+    for path in shard_paths(folder)[:1]:
+        for row in _read(path).select(["id", "input_ids", "spans", "head_ids", "head_logprobs"]).to_pylist():
+            if row["spans"]:
+                p = np.exp(np.float64(row["head_logprobs"][:k])).tolist()
+                found.append(
+                    (row["id"], row["input_ids"][: row["spans"][0]], dict(zip(row["head_ids"], p, strict=False)))
+                )
+    return sorted(found, key=lambda one: (max(one[2].values()), one[0]))[:count]
+
+
 def complete(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
     """Marks the answers as whole and returns the statistics, `run` (what only the run knows) among them.
 

@@ -77,7 +77,8 @@ def check_rows(answers: Answers, name: str, *, rows: int, real: int, context: in
     if answers.meta["rows"] != rows:
         raise InputError(
             f"{name}: the target that wrote them has {answers.meta['rows']} vocabulary rows, the draft {rows}: "
-            "vLLM refuses such a pair; make the draft from that target with `draftsmith init`"
+            "vLLM refuses such a pair; `draftsmith repair` gives a draft of the same tokenizer the target's rows, else make the "
+            "draft from that target with `draftsmith init`"
         )
     head, tail = int(answers.meta["top_logprobs"]), int(answers.meta.get("tail_samples", 0))
     lengths: list[tuple[int, int]] = []

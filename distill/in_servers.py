@@ -1,8 +1,8 @@
 """The target answers on vLLM servers elsewhere: one client, many nodes, and nothing lost when one of them dies.
 
 Prompts go as token ids and answers come back as token ids; log-probabilities are keyed `token_id:N`, so no text is ever
-tokenised again. A server that fails rests, longer each time, and is asked for its health before it gets more; what it held
-goes to the others.
+tokenised again. A server that fails rests, longer each time, and is checked anew before it gets more, since what comes back on
+its port may be another model; what it held goes to the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from distill.requests import Answerer, Completion, Request, Sampling, ending_ids, request_seed
+from distill.requests import Answerer, Completion, Failed, Request, Sampling, ending_ids, request_seed
 from pairing.errors import InputError, PartFailedError
 from pairing.source import ModelSource, servable
 
@@ -31,6 +31,8 @@ MOST_ERRORS = (
 PROBE = "Speculative decoding: 3 × 14 = 42; naïve café, Größe, 東京, привет, שלום 🙂\n\n\tdef f(x):  return x**2"
 DETOKENIZED = 8192  # ids per request when vocabularies are compared
 SAME = 0.1  # total variation between two servers' heads up to which they hold the same weights: 16-bit rounding and batching
+OF_THE_PROMPT = (400, 413, 422)  # what a server says to a request that it would never take; 401 or 404 it says to all
+NAMED = 100  # prompts that are named with what failed at a server; a node that goes down fails all that it held
 
 
 class Busy(Exception):
@@ -39,6 +41,14 @@ class Busy(Exception):
     def __init__(self, said: str, rest_s: float | None = None, full: bool = False) -> None:
         super().__init__(said)
         self.rest_s, self.full = rest_s, full
+
+
+class Refused(PartFailedError):
+    """A status that no other try would change."""
+
+    def __init__(self, said: str, status: int) -> None:
+        super().__init__(said)
+        self.status = status
 
 
 @dataclass
@@ -53,7 +63,7 @@ class Server:
     tokens: int = 0
     retries: int = 0  # requests that went to another server, or came again
     last_error: str = ""
-    heads: list[dict[int, float]] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # prompt of the set in work -> what went wrong with it here
 
     def fail(self, error: Exception) -> None:
         full = isinstance(error, Busy) and error.full
@@ -80,6 +90,8 @@ class Pool:
     served_model: str | None
     top_logprobs: int
     probes: list[Request]
+    heads: list[dict[int, float]]  # after each probe: as recorded, or else of the first server that is checked
+    heads_of: str | None  # that server; None where they are recorded
     per_server: int
     patience: float
     headers: dict[str, str]
@@ -97,6 +109,7 @@ def open_servers(
     served_model: str | None,
     top_logprobs: int,
     probes: Sequence[Request],
+    recorded: Sequence[tuple[Request, dict[int, float]]] = (),
     per_server: int = 64,
     patience: float = 120,
     api_key: str | None = None,
@@ -104,9 +117,11 @@ def open_servers(
 ) -> Iterator[tuple[Answerer, int | None, Callable[[], dict[str, Any]]]]:
     """Checks every server that answers, and yields the Answerer, the shortest context among them and what tells the counts
     per server. `probes`: some of the work to come, on which all servers must agree; weights cannot be compared over HTTP.
+    `recorded`: where a run goes on, some prompts that it has answered, each with the head that was recorded after it; they take
+    the place of `probes`, so that what comes is of the weights that what is there came of.
 
     Raises InputError where a server holds another model, tokenizer or too few log-probs; PartFailedError where none answers.
-    A server that is down is left for later, and checked when it comes back.
+    A server that is down is left for later. Each is checked when it comes, and whenever it comes back.
     """
     pool = Pool(
         [Server(url) for url in urls],
@@ -116,7 +131,9 @@ def open_servers(
         ending_ids(target.path),
         served_model,
         top_logprobs,
-        list(probes),
+        [request for request, _ in recorded] or list(probes),
+        [head for _, head in recorded],
+        None,
         per_server,
         patience,
         {"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -180,49 +197,55 @@ def completion_of(request: Request, choice: dict[str, Any], k: int, url: str) ->
 
 def _answers(
     loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient, pool: Pool, waiting: deque[Request], sampling: Sampling
-) -> Iterator[Completion]:
+) -> Iterator[Completion | Failed]:
     """The loop runs only while the caller waits; meanwhile answers wait in the sockets."""
-    tasks: set[asyncio.Task[Completion]] = set()
+    tasks: set[asyncio.Task[Completion | Failed]] = set()
     pool.down_since = None
+    for server in pool.servers:
+        server.failed = {}
     try:
         while waiting or tasks:
             while waiting and len(tasks) < sum(pool.per_server if s.up else 1 for s in pool.servers):
                 tasks.add(loop.create_task(_one(http, pool, waiting.popleft(), sampling)))
             done, tasks = loop.run_until_complete(_first(tasks))
-            failed = None
+            # what is answered first: the caller may end it at the first that is not
+            failed: list[Failed] = []
+            error: BaseException | None = None
             for task in done:
                 if task.exception() is not None:
-                    failed = task.exception()
+                    error = task.exception()
+                elif isinstance(found := task.result(), Failed):
+                    failed.append(found)
                 else:
-                    yield task.result()
-            if failed is not None:
-                raise failed
+                    yield found
+            yield from failed
+            if error is not None:
+                raise error
     finally:
         for task in tasks:
             task.cancel()
         loop.run_until_complete(_end(tasks))
 
 
-async def _first(tasks: set[asyncio.Task[Completion]]) -> tuple[set[Any], set[Any]]:
+async def _first(tasks: set[asyncio.Task[Completion | Failed]]) -> tuple[set[Any], set[Any]]:
     return await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _end(tasks: set[asyncio.Task[Completion]]) -> None:
+async def _end(tasks: set[asyncio.Task[Completion | Failed]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _one(http: httpx.AsyncClient, pool: Pool, request: Request, sampling: Sampling) -> Completion:
-    """The answer to one request, from whichever server gives it."""
+async def _one(http: httpx.AsyncClient, pool: Pool, request: Request, sampling: Sampling) -> Completion | Failed:
+    """The answer to one request, from whichever server gives it; Failed where it, and not the servers, is at fault."""
     errors = 0
     while True:
         server, asked = await _free(pool), False
         server.in_flight += 1
         try:
-            if not server.up:
+            if not server.up or not server.model:
+                # the process that answers now need not be the one that went down: all of it is checked again
                 await _require_health(http, server)
-            if not server.model:
                 await _check(http, pool, server)
-            server.up = True
             body = _body(server.model, request.prompt_ids, sampling.top_logprobs, pool.endings) | {
                 "max_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature,
@@ -232,15 +255,25 @@ async def _one(http: httpx.AsyncClient, pool: Pool, request: Request, sampling: 
             choice = _choice(await _post(http, server, "/v1/completions", body))
             done = completion_of(request, choice, sampling.top_logprobs, server.url)
             _require_own_end(done, sampling.max_tokens, pool.endings, server.url)
+        except Refused as e:
+            if not asked or e.status not in OF_THE_PROMPT:
+                raise
+            return Failed(request, f"prompt {request.prompt.id}: {e}; finished prompts are kept")
         except (httpx.TransportError, Busy) as e:
             server.fail(e)
+            full = isinstance(e, Busy) and e.full
+            if asked and not full and len(server.failed) < NAMED:
+                server.failed[request.prompt.id] = server.last_error
+            if asked and isinstance(e, Busy):
+                pool.down_since = None  # it does answer: it is the prompt that ends this, not patience
             # a full server or a broken line says nothing about the prompt; an answer that takes for ever does
-            errors += asked and (isinstance(e, httpx.ReadTimeout) or (isinstance(e, Busy) and not e.full))
+            errors += asked and not full and isinstance(e, httpx.ReadTimeout | Busy)
             if errors >= MOST_ERRORS:
-                raise PartFailedError(
+                return Failed(
+                    request,
                     f"{server.url}: prompt {request.prompt.id} failed {errors} times, the last with {server.last_error}; "
-                    "finished prompts are kept: look at the server's log, and start the same command again"
-                ) from e
+                    "finished prompts are kept: look at the server's log, and start the same command again",
+                )
             continue
         finally:
             server.in_flight -= 1
@@ -312,7 +345,7 @@ async def _post(http: httpx.AsyncClient, server: Server, path: str, body: dict[s
         rest = min(LONGEST_REST_S, float(after)) if after.isdigit() else None
         raise Busy(f"{response.status_code}: {_said(response)}", rest, full=response.status_code == 429)
     if response.status_code != 200:
-        raise PartFailedError(f"{server.url}{path}: refused ({response.status_code}: {_said(response)})")
+        raise Refused(f"{server.url}{path}: refused ({response.status_code}: {_said(response)})", response.status_code)
     return _object(response, path)
 
 
@@ -374,7 +407,7 @@ async def _try(check: Coroutine[Any, Any, None], server: Server) -> InputError |
 
 async def _check(http: httpx.AsyncClient, pool: Pool, server: Server) -> None:
     """That the server holds the target: name, vocabulary, enough log-probs, of the untouched distribution, and the same
-    weights as the servers before it. Sets server.model."""
+    weights as the servers before it, as it had itself before, and as what is recorded. Sets server.model."""
     response = await http.get(f"{server.url}/v1/models")
     if response.status_code == 429 or response.status_code >= 500:
         raise Busy(f"{response.status_code}: {_said(response)}")
@@ -383,21 +416,35 @@ async def _check(http: httpx.AsyncClient, pool: Pool, server: Server) -> None:
     model = _model_of(server.url, _object(response, "/v1/models").get("data") or [], pool)
     await _check_vocabulary(http, pool, server, str(model["id"]))
     heads = [await _probe(http, pool, server, str(model["id"]), one) for one in pool.probes]
-    server.heads = (
-        heads  # nothing is awaited from here on: of two that are checked at once, the later one sees the other's
-    )
-    other = next((s for s in pool.servers if s.heads and s is not server), None)
-    if other is not None:
-        apart = [_total_variation(a, b) for a, b in zip(other.heads, heads, strict=True)]
-        if max(apart, default=0.0) > SAME:
-            raise InputError(
-                f"{server.url} and {other.url} answer the same prompt with distributions {max(apart):.2f} apart (total "
-                "variation): they hold different weights; serve the target on both"
-            )
+    # nothing is awaited from here on: of two that are checked at once, the later one sees the other's
+    if not pool.heads:
+        pool.heads, pool.heads_of = heads, server.url
+    _require_same_weights(pool, server, heads)
     length = model.get("max_model_len")
     if length:
         pool.context = min(pool.context or length, length)
-    server.model, server.up, server.failures = str(model["id"]), True, 0
+    server.model, server.up = str(model["id"]), True
+
+
+def _require_same_weights(pool: Pool, server: Server, heads: Sequence[dict[int, float]]) -> None:
+    apart = max((_total_variation(a, b) for a, b in zip(pool.heads, heads, strict=True)), default=0.0)
+    if apart <= SAME:
+        return
+    far = f"distributions {apart:.2f} apart (total variation)"
+    if pool.heads_of is None:
+        raise InputError(
+            f"{server.url} and the answers that are recorded already give {far} after the same prompt: it holds other weights "
+            "than the servers that began; serve those again, or name another out"
+        )
+    if pool.heads_of == server.url:
+        raise InputError(
+            f"{server.url} went down and came back with other weights: before and after, it answers the same prompt with "
+            f"{far}; serve the target there and start the same command again"
+        )
+    raise InputError(
+        f"{server.url} and {pool.heads_of} answer the same prompt with {far}: they hold different weights; serve the target on "
+        "both"
+    )
 
 
 def _model_of(url: str, models: Sequence[dict[str, Any]], pool: Pool) -> dict[str, Any]:
@@ -449,6 +496,8 @@ async def _probe(http: httpx.AsyncClient, pool: Pool, server: Server, model: str
                     "top_logprobs"
                 ) from e
             raise
+        except Busy as e:  # named, since no server ever comes up where such a prompt is among the probes
+            raise Busy(f"prompt {request.prompt.id}: {e}", e.rest_s, e.full) from e
         done = completion_of(request, choice, k, server.url)
         heads.append(dict(zip(done.head_ids_NK[0].tolist(), np.exp(done.head_logprobs_NK[0]).tolist(), strict=True)))
     if max(sum(head.values()) for head in heads) > 1.01 or _total_variation(*heads) > SAME:
@@ -465,6 +514,12 @@ def _total_variation(p: dict[int, float], q: dict[int, float]) -> float:
 
 def _counts(pool: Pool) -> dict[str, Any]:
     return {
-        s.url: {"answered": s.answered, "tokens": s.tokens, "retries": s.retries, "last_error": s.last_error or None}
+        s.url: {
+            "answered": s.answered,
+            "tokens": s.tokens,
+            "retries": s.retries,
+            "last_error": s.last_error or None,
+            "failed": dict(s.failed),
+        }
         for s in pool.servers
     }

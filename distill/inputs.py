@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distill.answers import Answers, open_answers, require_target
-from distill.batches import Rows, check_rows, ids_in
+from distill.batches import SLICE, Rows, check_rows, ids_in
 from distill.guards import supervised_or_stop
+from distill.prompts import Prompt, plain_text
 from pairing.errors import InputError
-from pairing.files import read_json
+from pairing.files import digest_json, read_json
 from pairing.mask_token import Mask, free_mask, mask_id_of
 from pairing.pair import read_pair
 from pairing.source import load_tokenizer, resolve
@@ -39,14 +41,7 @@ def open_inputs(
     rows = {name: check_rows(answers, f"{name} ({folders[name]})", **limits) for name, answers in sets.items()}
     for name, answers in sets.items():
         _require_made_for(name, answers, pair, target, note)
-    train = set(sets["data"].data["id"])
-    for name, answers in sets.items():
-        both = [i for i in answers.data["id"] if i in train] if name != "data" else []
-        if both:
-            raise InputError(
-                f"{name}: {len(both)} of its prompts are trained on too, {both[0]} first: its figures would mean "
-                "nothing; generate it from other prompts"
-            )
+    _require_apart(sets)
     for name, r in rows.items():
         supervised, tokens = int(r.supervised_P.sum()), int(r.tokens_P.sum())
         supervised_or_stop(name, supervised, tokens)
@@ -59,6 +54,35 @@ def open_inputs(
                 f"{name}: drawn at temperature {other:g}, data at {answered_at:g}: its figures are not of what is trained on"
             )
     return rows.pop("data"), {name.removeprefix("heldout."): r for name, r in rows.items()}
+
+
+def _require_apart(sets: Mapping[str, Answers]) -> None:
+    """Raises InputError where a prompt of a held-out set is one of `data` too: by what its users say, as `heldout_split` tells
+    prompts apart, since an id is of the whole chat, with a system message and with the answers where they were given."""
+    train = set(_texts(sets["data"]).values())
+    for name, answers in sets.items():
+        both = [] if name == "data" else [id_ for id_, text in _texts(answers).items() if text in train]
+        if both:
+            raise InputError(
+                f"{name}: {len(both)} of its prompts are trained on too, {both[0]} first: its figures would mean "
+                "nothing; generate it from other prompts"
+            )
+
+
+def _texts(answers: Answers) -> dict[str, str]:
+    """A digest of what the users say in each chat, by its id. A chat may be several rows, id, id.2 …, of which the longest
+    holds it whole."""
+    said: dict[str, tuple[int, str]] = {}
+    chats = answers.data.select_columns(["id", "messages"])
+    for start in range(0, len(chats), SLICE):
+        columns = chats[start : start + SLICE]
+        for row, messages in zip(columns["id"], columns["messages"], strict=True):
+            id_ = row.split(".")[0]
+            if len(messages) > said.get(id_, (0, ""))[0]:
+                text = plain_text(Prompt(id_, json.loads(messages)))
+                # of signs alone no text is left, which would make one prompt of all those
+                said[id_] = (len(messages), digest_json(text or messages))
+    return {id_: digest for id_, (_, digest) in said.items()}
 
 
 def choose_mask(draft: Path, texts: Sequence[Rows], named: str | int | None, rows_learn: bool) -> Mask:

@@ -50,9 +50,17 @@ class Completion:
     head_logprobs_NK: NDArray[np.float32]
 
 
+@dataclass(frozen=True)
+class Failed:
+    """A request that no try will answer, where the others may still be. `reason`: one line that names the prompt."""
+
+    request: Request
+    reason: str
+
+
 # Answers the requests that wait, in any order, each as soon as it is finished. Who takes a completion may put more into the
 # deque (the chat's next turn) before it asks for the next one.
-Answerer = Callable[[deque[Request], Sampling], Iterator[Completion]]
+Answerer = Callable[[deque[Request], Sampling], Iterator[Completion | Failed]]
 
 
 def tokenize(prompts: Sequence[Prompt], tokenizer: Any, target: str, every_turn: bool = False) -> list[Request]:

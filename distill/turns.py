@@ -17,8 +17,8 @@ import numpy as np
 
 from distill.answers import Answer
 from distill.prompts import Prompt
-from distill.requests import Answerer, Completion, Request, Sampling, render
-from pairing.errors import InputError
+from distill.requests import Answerer, Completion, Failed, Request, Sampling, render
+from pairing.errors import InputError, PartFailedError
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class Chat:
     rows: list[Answer] = field(default_factory=list)
 
 
+def end_at(failed: Failed) -> None:
+    raise PartFailedError(failed.reason)
+
+
 def converse(
     requests: Sequence[Request],
     sampling: Sampling,
@@ -50,15 +54,21 @@ def converse(
     tokenizer: Any,
     context: int | None = None,
     note: Callable[[str], None] = lambda _: None,
+    fail: Callable[[Failed], None] = end_at,
 ) -> Iterator[list[Answer]]:
     """The rows of each chat, when all its turns are answered. `requests` are first turns. `note` is told how many chats were
-    split into rows, and how many were cut short at `context` tokens."""
+    split into rows, and how many were cut short at `context` tokens. `fail` is told of a turn that cannot be answered; where it
+    does not raise, that chat is left out."""
     chats = {}
     for r in requests:
         before = len(r.prompt.messages) - len(r.later)
         chats[r.prompt.id] = Chat(r.prompt.messages[:before], deque(r.later))
     waiting, split, cut = deque(requests), 0, 0
     for done in answer(waiting, sampling):
+        if isinstance(done, Failed):
+            fail(done)
+            del chats[done.request.prompt.id]
+            continue
         chat = chats[done.request.prompt.id]
         chat.rows = _with(chat.rows, done, chat.messages)
         if chat.later:

@@ -53,7 +53,7 @@ from pairing.pair import describe_model, read_pair
 from pairing.source import load_model, resolve
 from recipes.config import guarded, parse
 from recipes.distill_config import DistillConfig
-from recipes.run_folder import open_run
+from recipes.run_folder import open_run, require_shared
 
 _WHICH: dict[str, Which] = {"last": "newest", "best": "best"}
 
@@ -116,6 +116,7 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
     with accelerator.main_process_first():
         if accelerator.is_main_process:
             open_run(config.out, config)
+    require_shared(config.out)
     if (config.out / "drafter" / "pair.json").is_file():
         notes.print(f"{config.out} is finished already", markup=False)
         return _result(config, read_json(config.out / "evaluation.json"))

@@ -24,7 +24,17 @@ from rich.console import Console
 from rich.table import Table
 
 from distill.answers import Answer, open_answers, spans_of, spread
-from distill.generate import Given, Job, choose_backend, generate, new_job, open_target, record, unanswered
+from distill.generate import (
+    Given,
+    Job,
+    choose_backend,
+    generate,
+    new_job,
+    open_target,
+    record,
+    recorded_heads,
+    unanswered,
+)
 from distill.in_servers import open_servers
 from distill.prompts import Prompt, Turns, draw, heldout_split, load_prompts
 from distill.requests import Answerer, Sampling, ending_ids, require_fit, require_template, text_config, tokenize
@@ -88,6 +98,9 @@ class GenerateConfig(Strict):
     """the longest prompt and answer together, at most the target's own context, which is the default"""
     max_num_seqs: int = Field(default=96, ge=1)
     """how many prompts are answered at a time in this process"""
+    skip_failed: int = Field(default=0, ge=0)
+    """so many prompts of each set that cannot be answered are left out, named at the end and in meta.json; one more ends the
+    run"""
 
     @field_validator("sets")
     @classmethod
@@ -165,6 +178,7 @@ def plan(config: GenerateConfig, target: ModelSource, notes: Console) -> list[Jo
                     rows=rows,
                     backend="transformers" if turns == "given" else backend,
                     prompts_source=source,
+                    skip_failed=config.skip_failed,
                     **about,
                 )
             )
@@ -267,8 +281,9 @@ def run(config: GenerateConfig, notes: Console) -> dict[str, dict[str, Any]]:
     if target.note:
         notes.print(target.note, markup=False)
     jobs = plan(config, target, notes)
-    # a run goes on with other servers, or fewer at a time
-    open_run(config.out, config, free=("servers", "served_model", "per_server", "patience", "max_num_seqs"))
+    # a run goes on with other servers, or fewer at a time, or without what stopped it
+    free = ("servers", "served_model", "per_server", "patience", "max_num_seqs", "skip_failed")
+    open_run(config.out, config, free=free)
     todo = {job.name: unanswered(job) for job in jobs}
     asked = [job for job in jobs if not job.given]
     stats: dict[str, dict[str, Any]] = {}
@@ -286,12 +301,13 @@ def run(config: GenerateConfig, notes: Console) -> dict[str, dict[str, Any]]:
                     _since(servers(), servers) if config.servers else None,
                 )
             for url, counts in servers().items():
-                notes.print(
-                    f"{url}: " + ", ".join(f"{v} {k}" for k, v in counts.items() if v is not None), markup=False
-                )
+                said = ", ".join(f"{v} {k}" for k, v in counts.items() if v is not None and k != "failed")
+                notes.print(f"{url}: {said}", markup=False)
     for job in jobs:
         if job.name not in stats:
             stats[job.name] = record(job, len(todo[job.name]), _scores(config, target, todo[job.name]))
+        for one in stats[job.name].get("left_out", []):
+            notes.print(f"set {job.name} is without prompt {one['id']}: {one['reason']}", markup=False)
     return {job.name: stats[job.name] for job in jobs}
 
 
@@ -334,6 +350,7 @@ def _answering(
             served_model=config.served_model,
             top_logprobs=config.top_logprobs,
             probes=[r for r, _ in requests[:3] if not isinstance(r, Given)],
+            recorded=recorded_heads(jobs),
             per_server=config.per_server,
             patience=config.patience,
             api_key=os.environ.get("VLLM_API_KEY"),

