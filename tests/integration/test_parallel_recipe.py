@@ -113,9 +113,13 @@ def test_which_mask(place: Path) -> None:
         assert "\n" not in str(e.value)
         return str(e.value)
 
-    assert "`draftsmith init mask_token=auto` may prepare a padding row" in said("plain", None)
-    assert "texts here hold it" in said("draft", held)
-    assert "is a padding row of a tied head, which does not learn" in said("draft", None, rows_learn=True)
+    nothing = said("plain", None)
+    assert "`draftsmith init mask_token=auto` may prepare a padding row" in nothing
+    assert nothing.endswith("no text here holds: masks.token=…")
+    assert said("draft", held).startswith(f"masks.token={held}: not free, texts here hold it")
+    tied = said("draft", None, rows_learn=True)
+    says = " is a padding row of a tied head, which does not learn: train with trainable=layers, or name a spare special token"
+    assert tied == f"masks.token={MASK} (as the draft's config.json says){says}: masks.token=…"
 
 
 def test_keys_that_do_not_go_together(place: Path) -> None:
