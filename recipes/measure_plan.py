@@ -142,9 +142,14 @@ def speculator_arms(config: MeasureConfig, taken: set[str], target: dict[str, An
     return arms
 
 
+def forced_v2() -> bool | None:
+    """Which of vLLM's runners the environment forces; None: vLLM chooses."""
+    forced = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    return None if forced is None else forced == "1"
+
+
 def preflight_of(settings: server.Settings, arm: Arm, backend: str) -> Serving:
     """What an arm asks of the engine, for pairing.preflight to look at before anything starts."""
-    forced = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     return Serving(
         num_speculative_tokens=arm.num_speculative_tokens,
         max_model_len=settings.max_model_len,
@@ -153,7 +158,8 @@ def preflight_of(settings: server.Settings, arm: Arm, backend: str) -> Serving:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         kv_cache_gib=settings.kv_cache_gib if backend == "cpu" else None,
         speculative_config={k: v for k, v in (arm.speculation() or {}).items() if k not in ("method", "model")},
-        force_v2=None if forced is None else forced == "1",
+        force_v2=forced_v2(),
+        one_by_one="give parallel_drafting=off",  # a key and a value of measure, sweep and serve alike
     )
 
 
