@@ -34,6 +34,14 @@ def parallel_findings(config: Mapping[str, Any], serving: Serving) -> list[Findi
     return [stop(what, WHERE, fix)]
 
 
+def trained_one_by_one(folder: Path) -> bool:
+    """Whether the pair.json of the drafter in `folder` says that it was distilled, and not to draft in parallel: a mask that its
+    config names never learnt what to say."""
+    path = folder / "pair.json"
+    pair = read_json(path) if path.is_file() else {}
+    return pair.get("training") is not None and pair.get("parallel_drafting") is None
+
+
 def trained_findings(folder: Path, serving: Serving) -> list[Finding]:
     """Drafts past what the drafter in `folder` was trained for, as its pair.json says."""
     words = serving.speculation("")

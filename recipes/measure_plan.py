@@ -18,6 +18,7 @@ from pairing.engine import Engine
 from pairing.errors import InputError
 from pairing.files import read_json
 from pairing.mask_token import mask_id_of
+from pairing.parallel_drafting import trained_one_by_one
 from pairing.preflight import Serving, require_start
 from pairing.serving_plan import Model
 from pairing.source import ModelSource, resolve
@@ -109,9 +110,12 @@ def side_by_side(config: MeasureConfig, target: Path, arms: list[Arm], engine: E
 
 
 def drafter_arms(config: MeasureConfig, name: str, drafter: Path) -> list[Arm]:
-    """One by one, in parallel, or both where the drafter's config names a mask token."""
+    """One by one, in parallel, or both where the drafter's config names a mask token. Both is for drafters that were trained
+    for it: of one that was distilled and not for that it is one by one, and "only" is taken at its word."""
     one = Arm(name, "draft_model", drafter, config.num_speculative_tokens, config.draft_sample_method)
     if config.parallel_drafting == "off" or mask_id_of(read_json(drafter / "config.json")) is None:
+        return [one]
+    if config.parallel_drafting == "both" and trained_one_by_one(drafter):
         return [one]
     K = config.parallel_num_speculative_tokens or config.num_speculative_tokens
     parallel = replace(one, name=f"{name}-parallel", num_speculative_tokens=K, parallel_drafting=True)
