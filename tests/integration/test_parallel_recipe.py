@@ -67,6 +67,7 @@ def test_from_init_to_the_line_that_serves(place: Path, capsys: pytest.CaptureFi
     assert [row["parallel"]["tau"].keys() for row in log if row["kind"] == "eval"] == [found["after"]["tau"].keys()] * 2
     assert serve.main([str(drafter), "max_model_len=256", "--dry-run"]) == 0
     assert '"num_speculative_tokens": 4, "parallel_drafting": true' in capsys.readouterr().out
+    assert found["after"]["mask_share"] == 0, "a padding row is never drafted"
     assert serve.main([str(drafter), "max_model_len=256", "parallel_drafting=false", "--dry-run"]) == 0
     assert "parallel_drafting" not in capsys.readouterr().out
     assert serve.main([str(drafter), "max_model_len=256", "num_speculative_tokens=7", "--dry-run"]) == 0
