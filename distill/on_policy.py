@@ -17,9 +17,7 @@ from distill.losses import Signal
 from pairing.errors import InputError
 
 
-def continued(
-    model: Any, batch: Batch, real: int, seed: int, temperature: float, mask_id: int | None = None
-) -> Batch:
+def continued(model: Any, batch: Batch, real: int, seed: int, temperature: float, mask_id: int | None = None) -> Batch:
     """The same prompts, answered by `model` at `temperature` (0: greedily) over its `real` ids, each at most as long as the
     answer that it replaces. Its signal has the written tokens and no distribution. `mask_id`, the mask token of parallel
     drafting, is never written: a text that holds it would teach what no text shows.

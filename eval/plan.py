@@ -172,7 +172,9 @@ def measure(
     drafts, others = others[: len(drafters)], others[len(drafters) :]
     shares = [time.share[0] for time in others]
     verify, whole = dict(zip(three, shares, strict=False)), dict(zip(two, shares[len(three) :], strict=False))
-    parallel = {K: whole[K] for K in two if K == 1 and one_pass} | dict(zip(wide, shares[len(three) + len(two) :], strict=True))
+    parallel = {K: whole[K] for K in two if K == 1 and one_pass} | dict(
+        zip(wide, shares[len(three) + len(two) :], strict=True)
+    )
     return Steps(batch, own, drafts, verify, whole, rest_of_round(whole, verify, drafts[-1].share[0]), parallel)
 
 

@@ -111,11 +111,11 @@ def support_findings(installed: Engine, found: Support | None, multimodal: bool,
     elif serving.force_v2 is False and not actual.v1:
         what = f"VLLM_USE_V2_MODEL_RUNNER=0 forces a runner that has no draft_model in {build} ({actual.seen})"
         findings.append(stop(what, "engine", f"unset VLLM_USE_V2_MODEL_RUNNER; {OFFLINE}"))
-    if serving.speculation("").get("parallel_drafting") and not any(f.level == "blocks" for f in findings):
-        if fault := one_pass_fault(installed, found, serving.force_v2):
-            what, change = fault
-            ways = [change, f"{serving.one_by_one} (the same drafter drafts one by one too)"]
-            findings.append(stop(what, "engine", ", or ".join(filter(None, ways))))
+    fault = one_pass_fault(installed, found, serving.force_v2)
+    if fault and serving.speculation("").get("parallel_drafting") and not any(f.level == "blocks" for f in findings):
+        what, change = fault
+        ways = [change, f"{serving.one_by_one} (the same drafter drafts one by one too)"]
+        findings.append(stop(what, "engine", ", or ".join(filter(None, ways))))
     if installed.backend == "cpu" and serving.speculation("").get("rejection_sample_method") == "synthetic":
         what = f"{build} ignores rejection_sample_method=synthetic: its kernels for the CPU verify the drafts as ever"
         findings.append(stop(what, "engine", "leave synthetic acceptance out here: it is for GPUs"))

@@ -51,7 +51,9 @@ def mask_id_of(config: Mapping[str, Any], where: str = "the drafter's config.jso
     key, id_ = next(iter(named_masks(config).items()), ("", None))
     if id_ is None or _is_id(id_):
         return None if id_ is None else int(id_)
-    raise InputError(f"{where}: {key} is {id_!r}, which is no token id: write the mask token's id there, a whole number")
+    raise InputError(
+        f"{where}: {key} is {id_!r}, which is no token id: write the mask token's id there, a whole number"
+    )
 
 
 def _is_id(value: Any) -> bool:
@@ -131,7 +133,9 @@ def mask_findings(side: Side, tokens: Mapping[int, str]) -> list[Finding]:
     fix = "make the drafter again with `draftsmith init mask_token=…` and distil it"
     if not _is_id(id_):
         what = f"the drafter's mask id is {id_!r} ({key}), which is no token id"
-        return [Finding("blocks", what, where, f"write the id there that it was trained with, or {fix}", stops=("vllm",))]
+        return [
+            Finding("blocks", what, where, f"write the id there that it was trained with, or {fix}", stops=("vllm",))
+        ]
     if rows is not None and not 0 <= id_ < rows:
         what = f"the drafter's mask id is {id_} ({key}), its rows end at {rows - 1}"
         return [Finding("blocks", what, where, fix, stops=("vllm",))]

@@ -65,8 +65,11 @@ def test_a_named_one(tmp_path: Path) -> None:
     assert "has no such token or row" in said("<|mask|>")
     assert "has no such token or row" in said(tiny.ROWS)
     assert said("<|im_end|>").startswith("mask_token=<|im_end|>: ")
-    for key, origin in (("masks.token", ""), ("masks.token", " (its config's)")):  # as the verb calls it, and its source
-        with pytest.raises(InputError, match="^masks.token=2.*: name another one: masks.token=…$") as e:
+    for key, origin in (
+        ("masks.token", ""),
+        ("masks.token", " (its config's)"),
+    ):  # as the verb calls it, and its source
+        with pytest.raises(InputError, match=r"^masks\.token=2.*: name another one: masks\.token=…$") as e:
             free_mask(path, 2, key=key, origin=origin)
         assert str(e.value).startswith(f"masks.token=2{origin}: ")
 
@@ -156,10 +159,12 @@ def test_the_mask_is_what_the_installed_vllm_reads() -> None:
 
 @pytest.mark.parametrize("id_", ["<mask>", "5", 5.0, True, [5]])
 def test_a_mask_that_is_no_id(id_: Any) -> None:
-    with pytest.raises(InputError, match=r"^the drafter's config\.json: pard_token is .*, which is no token id: write") as e:
+    with pytest.raises(
+        InputError, match=r"^the drafter's config\.json: pard_token is .*, which is no token id: write"
+    ) as e:
         mask_id_of({"pard_token": id_})
     assert "\n" not in str(e.value)
-    with pytest.raises(InputError, match="^here: pard_token is"):
+    with pytest.raises(InputError, match=r"^here: pard_token is"):
         mask_id_of({"pard_token": id_}, "here")
 
 
@@ -172,7 +177,11 @@ def test_a_mask_that_is_no_id(id_: Any) -> None:
         ({"pard_token": tiny.ROWS}, "blocks", "mask id is 272 (pard_token), its rows end at 271"),
         ({"pard_token": 260, "mask_token_id": 261}, "warns", "several mask ids (mask_token_id 261, pard_token 260)"),
         ({"pard_token": "<mask>"}, "blocks", "mask id is '<mask>' (pard_token), which is no token id"),
-        ({"pard_token": 259, "ptd_token_id": ["<mask>"]}, "warns", "several mask ids (pard_token 259, ptd_token_id ['<mask>'])"),
+        (
+            {"pard_token": 259, "ptd_token_id": ["<mask>"]},
+            "warns",
+            "several mask ids (pard_token 259, ptd_token_id ['<mask>'])",
+        ),
         (
             {"pard_token": 260, "dflash_config": {"mask_token_id": 261}},
             "warns",

@@ -47,7 +47,9 @@ def place(tmp_path: Path) -> Path:
 
 def call(verb: str, place: Path, *more: str) -> int:
     main, words = WORDS[verb]
-    given = [word.format(target=place / "target", draft=place / "draft", a=place / "a", out=place / "out") for word in words]
+    given = [
+        word.format(target=place / "target", draft=place / "draft", a=place / "a", out=place / "out") for word in words
+    ]
     length = [] if verb in ("plan", "distill") else ["max_model_len=256"]
     return main([*given, *length, *more, "--dry-run"])
 
@@ -107,7 +109,12 @@ def test_a_mask_that_is_no_id_is_one_line(verb: str, place: Path) -> None:
 def test_check_tells_a_mask_that_is_no_id_from_none(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The pre-flight of the same report takes it for a mask: what it is, is said once."""
     config = place / "draft" / "config.json"
-    words = [str(place / "target"), str(place / "draft"), "max_model_len=256", "speculative_config={parallel_drafting: true}"]
+    words = [
+        str(place / "target"),
+        str(place / "draft"),
+        "max_model_len=256",
+        "speculative_config={parallel_drafting: true}",
+    ]
 
     def blocks(id_: object) -> list[str]:
         write_json(config, read_json(config) | {"pard_token": id_})
@@ -118,5 +125,7 @@ def test_check_tells_a_mask_that_is_no_id_from_none(place: Path, capsys: pytest.
 
     assert blocks("<mask>") == ["the drafter's mask id is '<mask>' (pard_token), which is no token id"]
     (none,) = blocks(None)
-    assert none.startswith("the drafter's config.json names no mask token (dflash_config.mask_token_id, mask_token_id, ")
+    assert none.startswith(
+        "the drafter's config.json names no mask token (dflash_config.mask_token_id, mask_token_id, "
+    )
     assert blocks(tiny.REAL_TOKENS) == []
