@@ -67,12 +67,12 @@ def test_from_init_to_the_line_that_serves(place: Path, capsys: pytest.CaptureFi
     assert found["num_speculative_tokens"] == 3
     assert list(found["after"]["tau"]) == ["1", "2", "3", "4"]
     assert len(found["after"]["top1_by_offset"]) == 4
+    assert found["after"]["mask_share"] == 0, "a padding row is never drafted"
     log = read_jsonl(place / "run" / "metrics.jsonl")
     assert all(0 <= row[f"top1_{i}"] <= 1 for row in log if row["kind"] == "train" for i in range(4))
     assert [row["parallel"]["tau"].keys() for row in log if row["kind"] == "eval"] == [found["after"]["tau"].keys()] * 2
     assert serve.main([str(drafter), "max_model_len=256", "--dry-run"]) == 0
     assert '"num_speculative_tokens": 4, "parallel_drafting": true' in capsys.readouterr().out
-    assert found["after"]["mask_share"] == 0, "a padding row is never drafted"
     assert serve.main([str(drafter), "max_model_len=256", "parallel_drafting=false", "--dry-run"]) == 0
     assert "parallel_drafting" not in capsys.readouterr().out
     assert serve.main([str(drafter), "max_model_len=256", "num_speculative_tokens=7", "--dry-run"]) == 0
