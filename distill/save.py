@@ -63,14 +63,14 @@ def write_drafter(
         check_reload(temp, model)
 
 
-@torch.no_grad()
 def settle_mask(model: Any, draft: Path, mask_id: int | None) -> Any:
     """`model`, which was loaded from `draft`, with the mask's row as `write_drafter` leaves it: a padding row of a tied head is
     the mean of the real ones, in the draft's type. It is also what the model reads at a mask, so training and evaluation must see
     the row that is served. Call it before anything learns and before anything is scored."""
     embedding_VH, real = model.get_input_embeddings().weight, set(load_tokenizer(draft).get_vocab().values())
     if mask_id is not None and mask_id not in real and model.get_output_embeddings().weight is embedding_VH:
-        embedding_VH[mask_id] = mean_row(embedding_VH, real).to(getattr(torch, stored_dtype(draft)))
+        with torch.no_grad():
+            embedding_VH[mask_id] = mean_row(embedding_VH, real).to(getattr(torch, stored_dtype(draft)))
     return model
 
 
