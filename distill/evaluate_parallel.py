@@ -41,6 +41,7 @@ class PromptRounds:
     accepted: list[NDArray[np.int8]]  # 1 where the likeliest draft j, with s tokens known, is the answer's token
     ratio: list[NDArray[np.float32]] = field(default_factory=list)  # min(1, q/p) there
     by: By | None = "accepted"  # which of the two is w as the drafter is served: see `distill.evaluate.told_by`
+    masks: list[NDArray[np.int8]] = field(default_factory=list)  # 1 where the likeliest draft is the mask token itself
 
     @property
     def w(self) -> Sequence[NDArray[Any]]:
@@ -68,7 +69,8 @@ def score_rounds(
 
     def score(batch: Batch, piece: Ints) -> list[PromptRounds]:
         first_N = starts(batch.row_N, batch.column_N)
-        accepted_NK, ratio_NK = (torch.zeros(len(first_N), K, dtype=kind) for kind in (torch.int8, torch.float32))
+        kinds = (torch.int8, torch.float32, torch.int8)
+        accepted_NK, ratio_NK, mask_NK = (torch.zeros(len(first_N), K, dtype=kind) for kind in kinds)
         place_N = torch.arange(len(first_N), device=first_N.device) - torch.searchsorted(batch.row_N, batch.row_N)
         part_N = place_N * (K - 1) // MASKS  # which of several passes a start's masks go into
         for part in range(int(part_N.max()) + 1):
@@ -81,13 +83,16 @@ def score_rounds(
             start_N = masked.blocks.source_N.cpu() - offset_N
             accepted_NK[start_N, offset_N] = scores.accepted_N.to(torch.int8).cpu()
             ratio_NK[start_N, offset_N] = scores.ratio_N.cpu()
-        for w_NK in (accepted_NK, ratio_NK):
+            mask_NK[start_N, offset_N] = (scores.argmax_N == mask_id).to(torch.int8).cpu()
+        for w_NK in (accepted_NK, ratio_NK, mask_NK):
             w_NK[first_N.cpu()] = 0
         found = []
         for b, i in enumerate(piece):
             mine_N, lengths = (batch.row_N == b).cpu(), answer_lengths(rows, int(i))
-            accepted, ratio = ([w.numpy() for w in w_NK[mine_N].split(lengths)] for w_NK in (accepted_NK, ratio_NK))
-            found.append(PromptRounds(batch.ids[b], accepted, ratio, by))
+            accepted, ratio, masks = (
+                [w.numpy() for w in w_NK[mine_N].split(lengths)] for w_NK in (accepted_NK, ratio_NK, mask_NK)
+            )
+            found.append(PromptRounds(batch.ids[b], accepted, ratio, by, masks))
         return found
 
     return in_order(accelerator, model, rows, batch_size, most, score)
@@ -95,23 +100,32 @@ def score_rounds(
 
 def rounds_summary(scores: Sequence[PromptRounds]) -> dict[str, Any]:
     """τ for each K, and at each offset the share of starts whose draft is the target's token ("top1_by_offset": given the
-    text alone, whatever the drafts before it were) and the share of rounds at the largest K that get past it ("survival").
-    What no round tells, or no known w, is null."""
+    text alone, whatever the drafts before it were) and the share of rounds at the largest K that get past it ("survival");
+    of all these drafts the share that is the mask token itself ("mask_share"), which no target accepts. What no round tells, or
+    no known w, is null."""
     answers, likeliest = [w for s in scores for w in s.w], [w for s in scores for w in s.accepted]
     K = likeliest[0].shape[1]
     tau = {k: replay_rounds(answers, k).acceptance_length for k in range(1, K + 1)}
     hits, counts = np.zeros(K), np.zeros(K)
     for w in likeliest:
         for j in range(K):
-            of = w[1 : max(1, len(w) - j), j]
+            of = _drafts(w, j)
             hits[j], counts[j] = hits[j] + of.sum(), counts[j] + len(of)
+    masks = [_drafts(w, j) for s in scores for w in s.masks for j in range(K)]
+    drafts = sum(map(len, masks))
     longest = replay_rounds(answers, K)
     known = bool(longest.rounds_P.any())
     return {
         "tau": {str(k): _figure(t) for k, t in tau.items()},
         "top1_by_offset": [_figure(h / n) if n else None for h, n in zip(hits, counts, strict=True)],
         "survival": [_figure(s) if known else None for s in longest.survival_per_pos],
+        "mask_share": sum(float(m.sum()) for m in masks) / drafts if drafts else None,
     }
+
+
+def _drafts(w_TK: NDArray[Any], j: int) -> NDArray[Any]:
+    """Of every round that could start, draft j, where the answer goes on that far."""
+    return w_TK[1 : max(1, len(w_TK) - j), j]
 
 
 def compare_rounds(

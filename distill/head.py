@@ -66,6 +66,7 @@ class Scores:
     alpha_low_N: torch.Tensor  # α's bracket; both ends are α itself where the whole distribution is known
     alpha_high_N: torch.Tensor
     alpha_N: torch.Tensor  # α, or its unbiased estimate from draws, or the bracket's upper end
+    argmax_N: torch.Tensor  # argmax q: the draft of argmax drafting
 
 
 # Which factor each position's loss gets, from the scores of all positions up to the chunk's end: [positions so far] -> [C]
@@ -240,6 +241,7 @@ def _look_at_cached(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: Si
         low_C,
         high_C,
         alpha_C,
+        argmax_C,
     )
 
     def gradient(weights: dict[str, float], factor_C: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -353,6 +355,7 @@ def _look_at_all(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: FullS
         alpha_C,
         alpha_C,
         alpha_C,
+        argmax_C,
     )
 
     def gradient(weights: dict[str, float], factor_C: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -453,4 +456,5 @@ def _join(parts: list[Scores], like: torch.Tensor, head: Head) -> Scores:
         cat([s.alpha_low_N for s in parts]),
         cat([s.alpha_high_N for s in parts]),
         cat([s.alpha_N for s in parts]),
+        cat([s.argmax_N for s in parts]),
     )

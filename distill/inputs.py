@@ -93,12 +93,13 @@ def choose_mask(draft: Path, texts: Sequence[Rows], named: str | int | None, row
     the mean of the real ones, so that it is never drafted.
     """
     config, used = read_json(draft / "config.json"), set().union(*(ids_in(rows) for rows in texts))
-    given = mask_id_of(config) if named is None else named
-    mask = free_mask(draft, given, used, padding=False)
+    own = mask_id_of(config, str(draft / "config.json")) if named is None else None
+    origin = "" if own is None else " (as the draft's config.json says)"
+    mask = free_mask(draft, named if own is None else own, used, padding=False, key="masks.token", origin=origin)
     if mask.token is None and rows_learn and config.get("tie_word_embeddings", True):
         raise InputError(
-            f"mask_token={mask.id} is a padding row of a tied head, which does not learn: train with trainable=layers, or name a "
-            "spare special token: masks.token=…"
+            f"masks.token={mask.id}{origin} is a padding row of a tied head, which does not learn: train with trainable=layers, "
+            "or name a spare special token: masks.token=…"
         )
     return mask
 

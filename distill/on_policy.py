@@ -17,9 +17,10 @@ from distill.losses import Signal
 from pairing.errors import InputError
 
 
-def continued(model: Any, batch: Batch, real: int, seed: int, temperature: float) -> Batch:
+def continued(model: Any, batch: Batch, real: int, seed: int, temperature: float, mask_id: int | None = None) -> Batch:
     """The same prompts, answered by `model` at `temperature` (0: greedily) over its `real` ids, each at most as long as the
-    answer that it replaces. Its signal has the written tokens and no distribution.
+    answer that it replaces. Its signal has the written tokens and no distribution. `mask_id`, the mask token of parallel
+    drafting, is never written: a text that holds it would teach what no text shows.
 
     What is drawn depends on (seed, prompt) alone, so it is the same however rows are batched and after a resume.
     """
@@ -32,7 +33,8 @@ def continued(model: Any, batch: Batch, real: int, seed: int, temperature: float
     training = model.training
     model.eval()
     with torch.no_grad():
-        said = _write(model, prompts, uniform_BT, torch.tensor(longest_B, device=device), endings, real, temperature)
+        longest = torch.tensor(longest_B, device=device)
+        said = _write(model, prompts, uniform_BT, longest, endings, real, temperature, mask_id)
     model.train(training)
     texts = [torch.cat([p, a]) for p, a in zip(prompts, said, strict=True)]
     input_BL = batch.input_BL.new_zeros(len(texts), max(len(t) for t in texts) - 1)
@@ -67,6 +69,7 @@ def _write(
     endings: torch.Tensor,
     real: int,
     temperature: float,
+    mask_id: int | None,
 ) -> list[torch.Tensor]:
     """One forward a token over left-padded rows, until all have ended."""
     B, width = len(prompts), max(len(p) for p in prompts)
@@ -88,7 +91,10 @@ def _write(
             logits_to_keep=1,
         )
         cache = out.past_key_values
-        next_B = _draw(out.logits[:, -1, :real].float(), uniform_BT[:, t], temperature)
+        logits_BV = out.logits[:, -1, :real].float()
+        if mask_id is not None:
+            logits_BV[:, mask_id : mask_id + 1] = -torch.inf  # nothing where it is a padding row
+        next_B = _draw(logits_BV, uniform_BT[:, t], temperature)
         written.append(next_B)
         length_B += ~done_B
         done_B = done_B | torch.isin(next_B, endings) | (length_B >= longest_B)

@@ -14,7 +14,7 @@ from pairing.card import write_card
 from pairing.files import new_folder, read_json, write_json
 from pairing.mask_token import with_mask
 from pairing.pair import read_pair, update_pair
-from pairing.rows import settle_padding
+from pairing.rows import mean_row, settle_padding
 from pairing.source import load_tokenizer
 
 
@@ -61,6 +61,17 @@ def write_drafter(
         update_pair(temp, made=[*pair["made"], step], training=training, parallel_drafting=parallel, **stale)
         write_card(temp, name="drafter")
         check_reload(temp, model)
+
+
+def settle_mask(model: Any, draft: Path, mask_id: int | None) -> Any:
+    """`model`, which was loaded from `draft`, with the mask's row as `write_drafter` leaves it: a padding row of a tied head is
+    the mean of the real ones, in the draft's type. It is also what the model reads at a mask, so training and evaluation must see
+    the row that is served. Call it before anything learns and before anything is scored."""
+    embedding_VH, real = model.get_input_embeddings().weight, set(load_tokenizer(draft).get_vocab().values())
+    if mask_id is not None and mask_id not in real and model.get_output_embeddings().weight is embedding_VH:
+        with torch.no_grad():
+            embedding_VH[mask_id] = mean_row(embedding_VH, real).to(getattr(torch, stored_dtype(draft)))
+    return model
 
 
 def stored_dtype(folder: Path) -> str:

@@ -182,7 +182,8 @@ def batch_loss(
 
 def _continued(run: Run, batch: Batch, step: int) -> Batch:
     settings = run.settings
-    return continued(run.model, batch, run.rows.real, settings.seed + step, settings.on_policy_temperature)
+    mask_id = None if settings.parallel is None else settings.parallel.mask_id
+    return continued(run.model, batch, run.rows.real, settings.seed + step, settings.on_policy_temperature, mask_id)
 
 
 def _survival(settings: Settings, batch: Batch, step: int) -> Weigh | None:

@@ -154,18 +154,27 @@ class Steps:
 
 
 def measure(
-    timer: Timer, target: Mapping[str, Any], drafters: Sequence[Drafter], ks: Sequence[int], batch: int, *, rounds: bool
+    timer: Timer,
+    target: Mapping[str, Any],
+    drafters: Sequence[Drafter],
+    ks: Sequence[int],
+    batch: int,
+    *,
+    rounds: bool,
+    one_pass: bool,
 ) -> Steps:
-    """v at the smallest, middle and largest K; whole rounds of both ways of drafting, where the engine runs a pair, at the
-    smallest and largest (one draft is the same round both ways, and measured once)."""
+    """v at the smallest, middle and largest K; whole `rounds`, where the engine runs a pair, at the smallest and largest, and
+    with `one_pass` also those whose drafts come from one pass (one draft is the same round both ways, and measured once)."""
     three, two = sorted({ks[0], ks[len(ks) // 2], ks[-1]}), sorted({ks[0], ks[-1]}) if rounds else []
-    wide = [K for K in two if K > 1]
+    wide = [K for K in two if K > 1 and one_pass]
     models = [target, *(d.model.config for d in drafters)]
     own, *others = timer(models, verify=three, rounds=two, parallel=wide, batch=batch)
     drafts, others = others[: len(drafters)], others[len(drafters) :]
     shares = [time.share[0] for time in others]
     verify, whole = dict(zip(three, shares, strict=False)), dict(zip(two, shares[len(three) :], strict=False))
-    parallel = {K: whole[K] for K in two if K == 1} | dict(zip(wide, shares[len(three) + len(two) :], strict=True))
+    parallel = {K: whole[K] for K in two if K == 1 and one_pass} | dict(
+        zip(wide, shares[len(three) + len(two) :], strict=True)
+    )
     return Steps(batch, own, drafts, verify, whole, rest_of_round(whole, verify, drafts[-1].share[0]), parallel)
 
 
@@ -198,7 +207,7 @@ def foretell(steps: Steps, ks: Sequence[int], scored: Scored, *, parallel: bool 
     """K -> τ by replay and speedups of decoding and of whole requests, for the trained drafter, which comes last in `steps`. τ
     and decoding are None where no answer is long enough for a round.
 
-    `parallel`: with all drafts from one pass; None where the drafter has no mask or the engine ran no pair."""
+    `parallel`: with all drafts from one pass; None where the drafter has no mask or the engine ran no such round."""
     if parallel and not (scored.parallel and steps.parallel):
         return None
     target, draft = steps.target, steps.drafts[-1]

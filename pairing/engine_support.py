@@ -76,11 +76,27 @@ def probe(backend: str, package: Path | None = None) -> Support | None:
     return Support(v1, v2, multimodal, f"read in {package}", w4a16, v1 and "pard_token" in proposers)
 
 
+def one_pass_fault(installed: Engine, found: Support | None, force_v2: bool | None) -> tuple[str, str] | None:
+    """Why this vLLM can't take all drafts of a draft model from one pass, and what may be changed for that ("" where nothing is
+    known); None where it can."""
+    actual = found or support(installed.version, installed.backend)
+    if not actual.parallel:
+        return f"{_build(installed)} has no parallel_drafting for draft models ({actual.seen})", ""
+    if force_v2 is True:
+        what = "VLLM_USE_V2_MODEL_RUNNER=1 forces a runner that has no parallel_drafting for draft models"
+        return what, "unset VLLM_USE_V2_MODEL_RUNNER"
+    return None
+
+
+def _build(installed: Engine) -> str:
+    return f"vLLM {installed.version} ({installed.backend})"
+
+
 def support_findings(installed: Engine, found: Support | None, multimodal: bool, serving: Serving) -> list[Finding]:
     """Whether the installed vLLM drafts with a model at all. Where table and probe disagree the probe is believed."""
     listed = support(installed.version, installed.backend)
     actual = found or listed
-    build = f"vLLM {installed.version} ({installed.backend})"
+    build = _build(installed)
     findings = []
     parts = ("v1", "v2", "multimodal", "parallel")
     if found and (differ := [p for p in parts if getattr(found, p) != getattr(listed, p)]):
@@ -95,13 +111,11 @@ def support_findings(installed: Engine, found: Support | None, multimodal: bool,
     elif serving.force_v2 is False and not actual.v1:
         what = f"VLLM_USE_V2_MODEL_RUNNER=0 forces a runner that has no draft_model in {build} ({actual.seen})"
         findings.append(stop(what, "engine", f"unset VLLM_USE_V2_MODEL_RUNNER; {OFFLINE}"))
-    if serving.speculation("").get("parallel_drafting") and not any(f.level == "blocks" for f in findings):
-        fix = "leave parallel_drafting out (the same drafter drafts one by one too)"
-        if not actual.parallel:
-            findings.append(stop(f"{build} has no parallel_drafting for draft models ({actual.seen})", "engine", fix))
-        elif serving.force_v2 is True:
-            what = "VLLM_USE_V2_MODEL_RUNNER=1 forces a runner that has no parallel_drafting for draft models"
-            findings.append(stop(what, "engine", f"unset VLLM_USE_V2_MODEL_RUNNER, or {fix}"))
+    fault = one_pass_fault(installed, found, serving.force_v2)
+    if fault and serving.speculation("").get("parallel_drafting") and not any(f.level == "blocks" for f in findings):
+        what, change = fault
+        ways = [change, f"{serving.one_by_one} (the same drafter drafts one by one too)"]
+        findings.append(stop(what, "engine", ", or ".join(filter(None, ways))))
     if installed.backend == "cpu" and serving.speculation("").get("rejection_sample_method") == "synthetic":
         what = f"{build} ignores rejection_sample_method=synthetic: its kernels for the CPU verify the drafts as ever"
         findings.append(stop(what, "engine", "leave synthetic acceptance out here: it is for GPUs"))

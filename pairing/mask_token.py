@@ -1,7 +1,8 @@
 """The mask token of a drafter that writes all its drafts in one pass: which id is free for it, and where engines read it.
 
-vLLM 0.32 (`_init_parallel_drafting_params`) takes the first of `CONFIG_KEYS` in the drafter's config.json. The id should stand
-in no text: a drafter that meets it in a prompt reads it as a draft to be made. That costs acceptance, never correctness.
+vLLM 0.32 (`_init_parallel_drafting_params`) takes the first of `CONFIG_KEYS` in the drafter's config.json, by `named_masks`. The
+id should stand in no text: a drafter that meets it in a prompt reads it as a draft to be made. That costs acceptance, never
+correctness.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from pairing.side import Side, read_side
 from pairing.source import load_tokenizer, resolve
 from pairing.weights import EMBEDDINGS, find, read_headers
 
-CONFIG_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")  # in vLLM's order
+# in vLLM's order
+CONFIG_KEYS = ("dflash_config.mask_token_id", "mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 RESERVED = ("reserved", "unused", "mask", "extra_id")  # what spare tokens are called; these go before others
 
 
@@ -31,9 +33,31 @@ class Mask:
     token: str | None  # None: a row that no token uses
 
 
-def mask_id_of(config: Mapping[str, Any]) -> int | None:
-    """The mask id that vLLM reads in a config.json; None where it holds none."""
-    return next((int(config[key]) for key in CONFIG_KEYS if config.get(key) is not None), None)
+def named_masks(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json has at each of `CONFIG_KEYS` where vLLM looks at it; vLLM takes the first, whatever it is.
+
+    It passes over a null `mask_token_id`. The others count where they are there at all, so a null hides what comes behind it.
+    """
+    nested, found = config.get("dflash_config"), {}
+    if isinstance(nested, Mapping) and "mask_token_id" in nested:
+        found["dflash_config.mask_token_id"] = nested["mask_token_id"]
+    if config.get("mask_token_id") is not None:
+        found["mask_token_id"] = config["mask_token_id"]
+    return found | {key: config[key] for key in CONFIG_KEYS[2:] if key in config}
+
+
+def mask_id_of(config: Mapping[str, Any], where: str = "the drafter's config.json") -> int | None:
+    """The mask id that vLLM reads in a config.json; None where it finds none. Raises InputError where it finds no id."""
+    key, id_ = next(iter(named_masks(config).items()), ("", None))
+    if id_ is None or _is_id(id_):
+        return None if id_ is None else int(id_)
+    raise InputError(
+        f"{where}: {key} is {id_!r}, which is no token id: write the mask token's id there, a whole number"
+    )
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int  # JSON's true is an int to isinstance
 
 
 def mask_of(folder: Path) -> Mask | None:
@@ -42,9 +66,18 @@ def mask_of(folder: Path) -> Mask | None:
     return None if id_ is None else Mask(id_, tokens_by_id(load_tokenizer(folder)).get(id_))
 
 
-def free_mask(folder: Path, named: str | int | None = None, used: Collection[int] = (), padding: bool = True) -> Mask:
+def free_mask(
+    folder: Path,
+    named: str | int | None = None,
+    used: Collection[int] = (),
+    padding: bool = True,
+    *,
+    key: str = "mask_token",
+    origin: str = "",
+) -> Mask:
     """A mask for the drafter in `folder`: the `named` token or id, else a spare special token or, where `padding` allows it,
-    a padding row; none of the ids in `used`, which texts hold.
+    a padding row; none of the ids in `used`, which texts hold. `key`: under which the verb at hand takes another one;
+    `origin`: where the named one comes from, if not from there.
 
     A padding row that is named is taken whatever `padding` says. A tied head takes a spare token first: a padding row is held
     at the mean of the real ones there, so that it is never drafted, and cannot learn. Elsewhere a padding row first, which no
@@ -57,9 +90,11 @@ def free_mask(folder: Path, named: str | int | None = None, used: Collection[int
         ids = {token: id_ for id_, token in tokens.items()}
         id_ = named if isinstance(named, int) else ids.get(named, -1)
         if not 0 <= id_ < rows:
-            raise InputError(f"mask_token={named}: {folder} has no such token or row ({rows} rows)")
+            raise InputError(
+                f"{key}={named}{origin}: {folder} has no such token or row ({rows} rows): name another one: {key}=…"
+            )
         if id_ in taken:
-            raise InputError(f"mask_token={named}: not free, {taken[id_]}: name another one")
+            raise InputError(f"{key}={named}{origin}: not free, {taken[id_]}: name another one: {key}=…")
         return Mask(id_, tokens.get(id_))
     spare = [i for i in special_ids(side.tokenizer) if i < rows and i not in taken]
     spare.sort(key=lambda i: (not any(word in tokens[i].lower() for word in RESERVED), i))
@@ -72,7 +107,7 @@ def free_mask(folder: Path, named: str | int | None = None, used: Collection[int
     )
     raise InputError(
         f"{folder}: no free mask id: every special token of its tokenizer has a role or stands in the texts{more}. Name a token "
-        "that no text here holds: mask_token=…"
+        f"that no text here holds: {key}=…"
     )
 
 
@@ -87,18 +122,26 @@ def _taken(side: Side, tokens: Mapping[int, str]) -> dict[int, str]:
 
 def mask_findings(side: Side, tokens: Mapping[int, str]) -> list[Finding]:
     """Whether the drafter's mask id, where it names one, is a row of its own that nothing else is said with."""
-    ids = {key: side.config[key] for key in CONFIG_KEYS if side.config.get(key) is not None}
+    named, rows, where = named_masks(side.config), side.text.get("vocab_size"), "mask token"
+    ids = {key: id_ for key, id_ in named.items() if id_ is not None}
     if not ids:
         return []
-    (key, id_), rows, where = next(iter(ids.items())), side.text.get("vocab_size"), "mask token"
+    (key, id_), said = next(iter(named.items())), ", ".join(f"{k} {v}" for k, v in ids.items())
+    if id_ is None:
+        what = f"the drafter's mask id ({said}) stands behind {key}, which is null, and vLLM reads that: no mask"
+        return [Finding("warns", what, where, f"take {key} out of its config.json")]
     fix = "make the drafter again with `draftsmith init mask_token=…` and distil it"
+    if not _is_id(id_):
+        what = f"the drafter's mask id is {id_!r} ({key}), which is no token id"
+        return [
+            Finding("blocks", what, where, f"write the id there that it was trained with, or {fix}", stops=("vllm",))
+        ]
     if rows is not None and not 0 <= id_ < rows:
         what = f"the drafter's mask id is {id_} ({key}), its rows end at {rows - 1}"
         return [Finding("blocks", what, where, fix, stops=("vllm",))]
     findings = []
-    if len(set(ids.values())) > 1:
-        named = ", ".join(f"{k} {v}" for k, v in ids.items())
-        what = f"the drafter's config names several mask ids ({named}); vLLM reads {key}"
+    if any(other != id_ for other in ids.values()):
+        what = f"the drafter's config names several mask ids ({said}); vLLM reads {key}"
         findings.append(Finding("warns", what, where, "leave the one that it was trained with"))
     if reason := _taken(side, tokens).get(id_):
         what = f"the drafter's mask id {id_} is not free: {reason}, and the drafter takes it for a draft to be made"
@@ -128,5 +171,7 @@ def write_mask(folder: Path, mask: Mask) -> None:
 
 def with_mask(config: dict[str, Any], mask_id: int) -> dict[str, Any]:
     """`config` with this mask id where vLLM reads one."""
-    key = next((key for key in CONFIG_KEYS if config.get(key) is not None), "pard_token")
+    key = next(iter(named_masks(config)), "pard_token")
+    if key == "dflash_config.mask_token_id":
+        return config | {"dflash_config": config["dflash_config"] | {"mask_token_id": mask_id}}
     return config | {key: mask_id}

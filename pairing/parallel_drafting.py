@@ -8,7 +8,7 @@ from typing import Any
 
 from pairing.files import read_json
 from pairing.finding import Finding
-from pairing.mask_token import CONFIG_KEYS, mask_id_of
+from pairing.mask_token import CONFIG_KEYS, named_masks
 from pairing.serving_plan import Serving, stop
 
 WHERE = "parallel drafting"
@@ -25,12 +25,21 @@ def parallel_findings(config: Mapping[str, Any], serving: Serving) -> list[Findi
     well_formed = isinstance(schedule, list) and all(isinstance(e, list | tuple) and len(e) == 3 for e in schedule)
     if well_formed and len({str(k) for _, _, k in schedule} - {"0"}) > 1:
         what = f"num_speculative_tokens_per_batch_size asks for several K ({schedule}), and one pass makes the largest always"
-        return [stop(what, WHERE, "give one K (and 0 where nothing is to be drafted), or leave parallel_drafting out")]
-    if mask_id_of(config) is not None:
+        fix = f"give one K (and 0 where nothing is to be drafted), or {serving.one_by_one}"
+        return [stop(what, WHERE, fix)]
+    if next(iter(named_masks(config).values()), None) is not None:  # what is no id, `check_pair` has stopped
         return []
     what = f"the drafter's config.json names no mask token ({', '.join(CONFIG_KEYS)}), which parallel_drafting needs"
-    fix = "train it with `draftsmith distill parallel_drafting=K`, or leave parallel_drafting out"
+    fix = f"train it with `draftsmith distill parallel_drafting=K`, or {serving.one_by_one}"
     return [stop(what, WHERE, fix)]
+
+
+def trained_one_by_one(folder: Path) -> bool:
+    """Whether the pair.json of the drafter in `folder` says that it was distilled, and not to draft in parallel: a mask that its
+    config names never learnt what to say."""
+    path = folder / "pair.json"
+    pair = read_json(path) if path.is_file() else {}
+    return pair.get("training") is not None and pair.get("parallel_drafting") is None
 
 
 def trained_findings(folder: Path, serving: Serving) -> list[Finding]:

@@ -28,6 +28,7 @@ class Serving:
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     speculative_config: Mapping[str, Any] = field(default_factory=dict)  # more keys of --speculative-config
     force_v2: bool | None = None  # VLLM_USE_V2_MODEL_RUNNER
+    one_by_one: str = "leave parallel_drafting out"  # how the user, here, asks for drafts one by one instead
 
     def speculation(self, drafter: str) -> dict[str, Any]:
         words = {"method": "draft_model", "model": drafter, "num_speculative_tokens": self.num_speculative_tokens}

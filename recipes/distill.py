@@ -42,7 +42,7 @@ from distill.options import give_back_memory
 from distill.parallel import kind_of
 from distill.plan import plan_run
 from distill.quantize import Choice, plan_quantize
-from distill.save import stored_dtype, write_drafter
+from distill.save import settle_mask, stored_dtype, write_drafter
 from distill.settings import Settings, require_possible
 from distill.signals import Target, online, require_recorded
 from distill.student import freeze
@@ -121,13 +121,16 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         notes.print(f"{config.out} is finished already", markup=False)
         return _result(config, read_json(config.out / "evaluation.json"))
     send, close = _tracker(config, accelerator, notes)
-    model, target = _student(config), _target(config, accelerator)
+    mask_id = None if parallel is None else parallel.mask_id
+    model, target = settle_mask(_student(config), draft, mask_id), _target(config, accelerator)
     reference = load_model(config.reference).to(accelerator.device).eval() if config.reference is not None else None
     summary = fit(accelerator, model, rows, heldout, settings, config.out, target, reference, _digests(config), send)
     close()
     del model, target, reference
     model, taken = _trained(config, accelerator, heldout)
     before = load_model(config.draft).to(accelerator.device)
+    for one in (before, model):
+        settle_mask(one, draft, mask_id)
     summary |= {"losses": dict(settings.losses), "objective": why, "signal": config.signal}
     summary |= {"temperature": config.temperature, "draft_sample_method": config.draft_sample_method}
     summary |= taken | _trained_for(settings)

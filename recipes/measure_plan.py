@@ -18,6 +18,7 @@ from pairing.engine import Engine
 from pairing.errors import InputError
 from pairing.files import read_json
 from pairing.mask_token import mask_id_of
+from pairing.parallel_drafting import trained_one_by_one
 from pairing.preflight import Serving, require_start
 from pairing.serving_plan import Model
 from pairing.source import ModelSource, resolve
@@ -109,9 +110,12 @@ def side_by_side(config: MeasureConfig, target: Path, arms: list[Arm], engine: E
 
 
 def drafter_arms(config: MeasureConfig, name: str, drafter: Path) -> list[Arm]:
-    """One by one, in parallel, or both where the drafter's config names a mask token."""
+    """One by one, in parallel, or both where the drafter's config names a mask token. Both is for drafters that were trained
+    for it: of one that was distilled and not for that it is one by one, and "only" is taken at its word."""
     one = Arm(name, "draft_model", drafter, config.num_speculative_tokens, config.draft_sample_method)
     if config.parallel_drafting == "off" or mask_id_of(read_json(drafter / "config.json")) is None:
+        return [one]
+    if config.parallel_drafting == "both" and trained_one_by_one(drafter):
         return [one]
     K = config.parallel_num_speculative_tokens or config.num_speculative_tokens
     parallel = replace(one, name=f"{name}-parallel", num_speculative_tokens=K, parallel_drafting=True)
@@ -142,9 +146,14 @@ def speculator_arms(config: MeasureConfig, taken: set[str], target: dict[str, An
     return arms
 
 
+def forced_v2() -> bool | None:
+    """Which of vLLM's runners the environment forces; None: vLLM chooses."""
+    forced = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    return None if forced is None else forced == "1"
+
+
 def preflight_of(settings: server.Settings, arm: Arm, backend: str) -> Serving:
     """What an arm asks of the engine, for pairing.preflight to look at before anything starts."""
-    forced = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     return Serving(
         num_speculative_tokens=arm.num_speculative_tokens,
         max_model_len=settings.max_model_len,
@@ -153,7 +162,8 @@ def preflight_of(settings: server.Settings, arm: Arm, backend: str) -> Serving:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         kv_cache_gib=settings.kv_cache_gib if backend == "cpu" else None,
         speculative_config={k: v for k, v in (arm.speculation() or {}).items() if k not in ("method", "model")},
-        force_v2=None if forced is None else forced == "1",
+        force_v2=forced_v2(),
+        one_by_one="give parallel_drafting=off",  # a key and a value of measure, sweep and serve alike
     )
 
 

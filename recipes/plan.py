@@ -33,7 +33,8 @@ from eval import plan
 from pairing.alignment import check_pair, tokens_by_id
 from pairing.budgets import device_memory, memory_findings, memory_numbers
 from pairing.decode_time import BLOCK, BLOCKS, CONTEXT, engine_name, open_timer
-from pairing.engine import engine
+from pairing.engine import Engine, engine
+from pairing.engine_support import one_pass_fault, probe
 from pairing.errors import InputError
 from pairing.files import read_json, write_json
 from pairing.init import plan_init, spaced
@@ -44,6 +45,7 @@ from pairing.serving_plan import Model, Serving
 from pairing.source import ModelSource, load_model, load_tokenizer, resolve
 from pairing.weights import parameters, read_headers
 from recipes.config import Strict, guarded, parse
+from recipes.measure_plan import forced_v2
 from recipes.run_folder import provenance
 
 NOT_SYNTHETIC = (
@@ -131,8 +133,14 @@ def beyond_training(drafter: ModelSource, most: int) -> list[str]:
     return [f"in one pass: {f.what}: {f.fix}" for f in trained_findings(drafter.path, serving)]
 
 
-def score(config: PlanConfig, drafter: ModelSource, answers: Answers, real: int) -> plan.Scored:
-    """The trained drafter, teacher-forced on the target's own answers."""
+def without_one_pass(installed: Engine) -> str | None:
+    """Why rounds whose drafts come from one pass can't be timed in this engine; None where they can."""
+    fault = one_pass_fault(installed, probe(installed.backend), forced_v2())
+    return ": ".join(filter(None, fault)) if fault else None
+
+
+def score(config: PlanConfig, drafter: ModelSource, answers: Answers, real: int, one_pass: bool) -> plan.Scored:
+    """The trained drafter, teacher-forced on the target's own answers; with `one_pass` also drafting so, if it has a mask."""
     model = load_model(drafter.path)
     accelerator = Accelerator()
     rows = check_rows(
@@ -146,7 +154,7 @@ def score(config: PlanConfig, drafter: ModelSource, answers: Answers, real: int)
     starts = {row["id"]: row["spans"][-2] for row in answers.data.select_columns(["id", "spans"]) if row["spans"]}
     w = [s.accepted[-1] for s in scores]  # of a conversation its last answer, as `measure` asks for it
     mask, parallel = mask_id_of(model.config.to_dict()), None
-    if mask is not None:
+    if mask is not None and one_pass:
         most = max(config.num_speculative_tokens)
         found = score_rounds(accelerator, model, rows, mask, most, batch_size=8, most=config.prompts)
         parallel = [s.accepted[-1] for s in found]
@@ -195,11 +203,15 @@ def run(config: PlanConfig, dry: bool = False) -> dict[str, Any]:
             {"name": d.name, "parameters": d.parameters, "memory": memory(config, own, d, ks[-1], most)} for d in drafters
         ],
     }  # fmt: skip
-    if config.drafter:
+    missing = without_one_pass(installed) if installed else None
+    if missing is not None:
+        result["notes"].append(f"drafts from one pass are left out: {missing}")
+    elif config.drafter:
         result["notes"] += beyond_training(resolve(config.drafter), ks[-1])
     if dry:
         return result
-    scored = score(config, resolve(config.drafter), answers, real) if config.drafter else None
+    one_pass = installed is not None and missing is None
+    scored = score(config, resolve(config.drafter), answers, real, one_pass) if config.drafter else None
     alpha = min(config.assumed_acceptance, known["alpha_ceiling"])
     ceiling = {K: known["tau_ceiling"][str(K)] for K in ks}
     batches = []
@@ -207,7 +219,9 @@ def run(config: PlanConfig, dry: bool = False) -> dict[str, Any]:
         log = (config.out or Path(temp) / "plan").with_suffix(".log")
         with open_timer(os.environ, log, batch=most) as timer:
             for size in sorted(set(config.batch_sizes)):
-                steps = plan.measure(timer, own.config, drafters, ks, size, rounds=installed is not None)
+                steps = plan.measure(
+                    timer, own.config, drafters, ks, size, rounds=installed is not None, one_pass=one_pass
+                )
                 ways = {"foretold": False, "foretold_parallel": True}
                 told = {
                     way: plan.foretell(steps, ks, scored, parallel=on) if scored else None for way, on in ways.items()

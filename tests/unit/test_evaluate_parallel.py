@@ -79,14 +79,39 @@ def test_the_first_draft_is_the_plain_one(rows: Rows) -> None:
         assert [w[1:] for w in p.accepted] == [w[1:, 0].tolist() for w in r.accepted]
 
 
+def test_drafts_that_are_the_mask_are_counted(rows: Rows) -> None:
+    """A spare token as mask, whose row is so long that a model of tied weights says it where it reads it."""
+    model, mask, said, drafts = tiny.model(), 80, 0, 0
+    with torch.no_grad():
+        model.get_input_embeddings().weight[mask] *= 3
+    for i in range(len(rows)):
+        row = rows.data[i]
+        text = row["input_ids"].tolist()
+        for start, end in row["spans"].reshape(-1, 2).tolist():
+            for s in range(start + 1, end):
+                with torch.no_grad():
+                    logits = model(torch.tensor([[*text[:s], *[mask] * (K - 1)]])).logits
+                found = logits[0, -K:, : tiny.REAL_TOKENS].argmax(-1)[: end - s]
+                said, drafts = said + int((found == mask).sum()), drafts + len(found)
+    assert 0 < said < drafts
+    scores = score_rounds(Accelerator(cpu=True), model, rows, mask, K, **SIZES)
+    assert rounds_summary(scores)["mask_share"] == pytest.approx(said / drafts)
+    padding = score_rounds(Accelerator(cpu=True), model, rows, MASK, K, **SIZES)
+    assert rounds_summary(padding)["mask_share"] == 0
+
+
 def test_summary_and_change_by_hand() -> None:
     """K = 2: one prompt of 4 tokens (rounds at 1 and 3), one of 2 (a round at 1)."""
     none = [PromptRounds("a", [np.zeros((4, 2), np.int8)]), PromptRounds("b", [np.zeros((2, 2), np.int8)])]
+    no_mask = [np.zeros((2, 2), np.int8)]
     some = [
-        PromptRounds("a", [np.array([[0, 0], [1, 0], [0, 1], [1, 0]], np.int8)]),
-        PromptRounds("b", [np.array([[0, 0], [0, 0]], np.int8)]),
-    ]
+        PromptRounds("a", [np.array([[0, 0], [1, 0], [0, 1], [1, 0]], np.int8)],
+                     masks=[np.array([[0, 0], [0, 1], [1, 0], [0, 0]], np.int8)]),
+        PromptRounds("b", [np.array([[0, 0], [0, 0]], np.int8)], masks=no_mask),
+    ]  # fmt: skip
     found = rounds_summary(some)
+    assert found["mask_share"] == 2 / 6  # the four firsts and two seconds that are drafts of a known text
+    assert rounds_summary(none)["mask_share"] is None
     assert found["top1_by_offset"] == [2 / 4, 1 / 2]  # four starts; two of them have a second token to draft
     assert found["tau"] == {"1": 1 + 2 / 3, "2": 1 + 2 / 3}
     assert found["survival"] == [2 / 3, 0.0]

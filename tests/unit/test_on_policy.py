@@ -5,11 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 
 from distill.answers import open_answers
 from distill.batches import Batch, Rows, check_rows, collate
+from distill.mask_blocks import Parallel
 from distill.on_policy import _draw, continued
+from distill.settings import Settings
 from distill.signals import get_signal, online
+from distill.step import _continued, ready
 from distill.student import supervised_hidden
 from tests import tiny
 from tests.stored_answers import made_up, store
@@ -61,6 +65,33 @@ def test_the_same_in_any_batch(rows: Rows) -> None:
     together = texts(continued(model, collate(rows, np.arange(3)), tiny.REAL_TOKENS, 5, 1.0))
     alone = [texts(continued(model, collate(rows, np.array([i])), tiny.REAL_TOKENS, 5, 1.0))[0] for i in range(3)]
     assert together == alone
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_mask_of_parallel_drafting_is_never_written(rows: Rows, temperature: float) -> None:
+    """A spare token as mask, which this drafter likes best, and the rest of what it says as without it."""
+    batch, mask = collate(rows, np.arange(3)), 80
+    model = tiny.says({mask: 0.6, 70: 0.3, 71: 0.1})
+
+    def written(mask_id: int | None) -> list[int]:
+        return continued(model, batch, tiny.REAL_TOKENS, 5, temperature, mask_id).signal.answer_N.tolist()
+
+    assert mask in written(None)
+    assert mask in written(tiny.REAL_TOKENS + 1), "a padding row as mask is past the real ids in any case"
+    assert set(written(mask)) == ({70} if temperature == 0 else {70, 71})
+
+
+def test_a_step_on_its_own_text_writes_no_mask(rows: Rows) -> None:
+    mask = 80
+    settings = Settings(
+        seed=0, batch_size=4, accumulation=1, lr=1e-3, warmup=0.0, weight_decay=0.0, beta2=0.98, clip=1.0, trainable="all",
+        losses={"forward_kl": 1.0}, chunk=32, epochs=None, max_steps=1, minutes=None, eval_every=1, eval_prompts=1,
+        checkpoint_every=1, keep=1, on_policy=1.0, parallel=Parallel(3, mask),
+    )  # fmt: skip
+    accelerator, model = Accelerator(cpu=True), tiny.says({mask: 0.9, 70: 0.1})
+    run = ready(accelerator, model, rows, settings, get_signal(rows, online(tiny.model(), "target", "cpu", "cpu")))
+    batch = _continued(run, collate(rows, np.arange(3)), 0)
+    assert set(batch.signal.answer_N.tolist()) == {70}
 
 
 def test_the_target_scores_what_was_written(rows: Rows) -> None:

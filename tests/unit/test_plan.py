@@ -22,6 +22,8 @@ from distill.spread import max_p, spread
 from eval import plan
 from pairing.acceptance import replay_rounds
 from pairing.decode_time import StepTime, Timer
+from pairing.engine import engine
+from pairing.engine_support import Support
 from pairing.errors import InputError
 from pairing.files import read_json
 from pairing.init import init_drafter
@@ -297,6 +299,55 @@ def test_a_drafter_that_drafts_in_one_pass_is_foretold_both_ways(
     best = max(parallel["3"]["request"], one["1"]["request"], one["3"]["request"], parallel["1"]["request"])
     assert f"batch 1: {best:.2f}x" in found["verdict"]
     assert code == (0 if best >= 1.1 else 1)
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_an_engine_without_drafts_from_one_pass(
+    forced: bool, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for an older vLLM, and the runner that has none: no such round is asked for, which would end the child; one by
+    one all is told."""
+    answers = store(tmp_path / "a", answered(target, 4, seed=1), target)
+    drafter = tmp_path / "drafter"
+    init_drafter(resolve(str(target)), drafter, [0, 5])
+    write_mask(drafter, free_mask(drafter))
+    asked = []
+
+    @contextmanager
+    def clock(*args: Any, **kwargs: Any) -> Iterator[Timer]:
+        with by_layers(0.01)(*args, **kwargs) as timer:
+
+            def noted(models: Any, **how: Any) -> list[StepTime]:
+                asked.append((list(how["rounds"]), list(how["parallel"])))
+                return timer(models, **how)
+
+            yield noted
+
+    monkeypatch.setattr(recipe, "open_timer", clock)
+    words = [f"drafter={drafter}", "layers=[]", "num_speculative_tokens=[1,3]", "batch_sizes=[1]"]
+    _, whole = planned(capsys, target, answers, *words)
+    if forced:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+        says = "VLLM_USE_V2_MODEL_RUNNER=1 forces a runner that has no parallel_drafting for draft models: unset"
+    else:
+        installed = engine()
+        assert installed is not None
+        monkeypatch.setattr(recipe, "probe", lambda _: Support(True, False, True, "a stand-in"))
+        build = f"vLLM {installed.version} ({installed.backend})"
+        says = f"{build} has no parallel_drafting for draft models (a stand-in)"
+    _, found = planned(capsys, target, answers, *words)
+    assert asked == [([1, 3], [3]), ([1, 3], [])]
+    (note,) = [n for n in found["notes"] if "one pass" in n]
+    assert note.startswith(f"drafts from one pass are left out: {says}")
+    batch = found["batches"][0]
+    assert (batch["parallel_round"], batch["foretold_parallel"]) == ({}, None)
+    assert "parallel" not in batch["shapes"][-1]
+    assert batch["foretold"] == whole["batches"][0]["foretold"]
+    assert whole["batches"][0]["foretold_parallel"]["3"]["tau"] > 1
+    recipe.main([str(target), f"answers={answers}", *words])
+    said = capsys.readouterr().out
+    assert f"! {note}" in said
+    assert "in one pass, K" not in said
 
 
 def test_a_drafter_is_foretold_for_the_temperature_of_the_answers(
