@@ -1,0 +1,86 @@
+"""A run of `distill` with mask tokens: what it counts, says and plans, what of it is refused; the same after a stop."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+from distill.answers import open_answers
+from distill.batches import Rows, check_rows, collate, windows
+from distill.evaluate import verdict
+from distill.mask_blocks import Parallel, drawn
+from distill.plan import plan_run
+from distill.settings import Settings
+from distill.train import fit
+from pairing.errors import InputError
+from pairing.files import read_json, read_jsonl, write_json
+from pairing.init import init_drafter
+from pairing.pair import read_pair
+from pairing.source import load_model, resolve
+from recipes import distill
+from tests import tiny
+from tests.sample_run import evaluation, with_one_pass
+from tests.stored_answers import answered, made_up, store
+
+MASK = tiny.REAL_TOKENS + 2  # a padding row
+LIMITS = {"rows": tiny.ROWS, "real": tiny.REAL_TOKENS, "context": 512}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """target/, draft/ (its layers 0 and 2), train/ and held/ (its own answers), four/ (of 3, 12, 1 and 7 tokens)."""
+    place = tmp_path_factory.mktemp("place")
+    target = tiny.folder(place / "target", layers=3)
+    init_drafter(resolve(str(target)), place / "draft", [0, 2])
+    store(place / "train", answered(target, 12, seed=1), target)
+    store(place / "held", answered(target, 4, seed=2), target)
+    store(place / "four", made_up([3, 12, 1, 7]), target)
+    return place
+
+
+def rows_of(folder: Path) -> Rows:
+    return check_rows(open_answers(folder), "data", **LIMITS)
+
+
+def settings(**more: Any) -> Settings:
+    given: dict[str, Any] = {
+        "seed": 0, "batch_size": 4, "accumulation": 1, "lr": 1e-3, "warmup": 0.1, "weight_decay": 0.0, "beta2": 0.98, "clip": 1.0,
+        "trainable": "layers", "losses": {"forward_kl": 1.0}, "chunk": 32, "epochs": None, "max_steps": 4, "minutes": None,
+        "eval_every": 1000, "eval_prompts": 8, "checkpoint_every": 1000, "keep": 2, "parallel": Parallel(4, MASK),
+    }  # fmt: skip
+    return Settings(**given | more)
+
+
+def words(place: Path, out: Path, **more: Any) -> list[str]:
+    given = {"draft": place / "draft", "data": place / "train", "heldout.own": place / "held", "out": out, "max_steps": 4,
+             "batch_size": 4, "threads": 1, "num_speculative_tokens": 3, **more}  # fmt: skip
+    return [f"{k}={v}" for k, v in given.items()]
+
+
+ONE_PASS = {"parallel_drafting": 4, "masks.token": MASK}
+
+
+def test_verdict_of_both_ways() -> None:
+    """Each is said where it changed measurably; and where only one pass did, training was not for nothing (D15)."""
+    sets = with_one_pass(evaluation())["sets"]
+    said = verdict(sets)
+    assert (
+        "acceptance length at K=4 on orders rose from 1.020 to 3.190 (95 % interval of the change +2.020 to +2.310)"
+        in said
+    )
+    one_pass = "acceptance length at K=6, all drafts in one pass, on orders rose from 1.013 to 3.380 "
+    assert one_pass + "(95 % interval of the change +2.214 to +2.509)" in said
+    for s in sets.values():
+        s["change"] = {"top1": [0.0, -0.1, 0.1], "tau_4": [0.0, -0.1, 0.1]}
+    assert verdict(sets).startswith(one_pass)
+    for s in sets.values():
+        s["parallel"]["change"] = [None, None, None]
+    assert verdict(sets).startswith("no measurable change")
