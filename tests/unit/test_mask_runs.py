@@ -68,6 +68,60 @@ def words(place: Path, out: Path, **more: Any) -> list[str]:
 ONE_PASS = {"parallel_drafting": 4, "masks.token": MASK}
 
 
+def test_equal_steps_are_equal_tokens_with_masks_or_without(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Masks are counted by themselves, in the log, the summary, pair.json and the card, which gives τ of both ways too."""
+    said, logs = {}, {}
+    for name, more in (("one", {}), ("both", ONE_PASS)):
+        assert distill.main([*words(place, tmp_path / name, **more), "--json"]) == 0
+        said[name] = json.loads(capsys.readouterr().out)
+        logs[name] = [r for r in read_jsonl(tmp_path / name / "metrics.jsonl") if r["kind"] == "train"]
+    rows = rows_of(place / "train")
+    order = [w for epoch in (0, 1) for w in windows(rows, 0, epoch, 4)][:4]
+    text = [int(rows.supervised_P[w].sum()) for w in order]
+    parallel = Parallel(4, MASK)
+    masks = [
+        len(drawn(collate(rows, w), parallel, step).row_N) - n
+        for step, (w, n) in enumerate(zip(order, text, strict=True))
+    ]
+    assert sum(masks) > 10
+    for name, log in logs.items():
+        assert [r["supervised"] for r in log] == text
+        assert [r["tokens"] for r in log] == np.cumsum(text).tolist()
+        assert said[name]["training"]["supervised_tokens"] == sum(text)
+        assert read_pair(tmp_path / name / "drafter")["training"]["supervised_tokens"] == sum(text)
+    assert [r["masks"] for r in logs["both"]] == masks
+    assert [r["mask_tokens"] for r in logs["both"]] == np.cumsum(masks).tolist()
+    training = read_pair(tmp_path / "both" / "drafter")["training"]
+    assert training["mask_tokens"] == said["both"]["training"]["mask_tokens"] == sum(masks)
+    taus = {key: training[key] for key in ("tau K=4 on own", "tau K=3 in one pass on own")}
+    found = said["both"]["sets"]["own"]
+    assert list(taus.values()) == [found["after"]["tau"]["4"], found["parallel"]["after"]["tau"]["3"]]
+    card = (tmp_path / "both" / "drafter" / "README.md").read_text()
+    for line in (f"| supervised_tokens | {sum(text)} |", f"| mask_tokens | {sum(masks)} |",
+                 *(f"| {key} | {tau:.4g} |" for key, tau in taus.items())):  # fmt: skip
+        assert line in card
+    assert '"mask' not in json.dumps([logs["one"], said["one"], read_pair(tmp_path / "one" / "drafter")["training"]])
+
+
+def test_a_run_that_counted_masks_with_the_text_goes_on_with_both_apart(place: Path, tmp_path: Path) -> None:
+    """As its checkpoints are: no count of masks, and the tokens of both in one."""
+    rows, whole, half = rows_of(place / "train"), tmp_path / "whole", tmp_path / "half"
+    for out, steps in ((whole, 5), (half, 4)):  # the fourth step is of the second epoch
+        summary = fit(Accelerator(cpu=True), load_model(place / "draft"), rows, {}, settings(max_steps=steps), out)
+    file = half / "checkpoints" / "step-000004" / "state.json"
+    held = read_json(file)
+    masks = held["state"].pop("mask_tokens")
+    assert masks == summary["mask_tokens"] > 0
+    held["state"]["tokens"] += masks
+    write_json(file, held)
+    fit(Accelerator(cpu=True), load_model(place / "draft"), rows, {}, settings(max_steps=5), half)
+    last = [read_jsonl(out / "metrics.jsonl")[-1] for out in (whole, half)]
+    for key in ("step", "tokens", "mask_tokens", "supervised", "masks"):
+        assert last[0][key] == last[1][key], key
+
+
 def test_verdict_of_both_ways() -> None:
     """Each is said where it changed measurably; and where only one pass did, training was not for nothing (D15)."""
     sets = with_one_pass(evaluation())["sets"]
