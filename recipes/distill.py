@@ -350,9 +350,10 @@ def _plain(result: dict[str, Any]) -> str:
         )
         if p := s.get("parallel"):
             k = p["num_speculative_tokens"]
+            top1 = [x if x is None else round(x, 3) for x in p["after"]["top1_by_offset"]]
             lines.append(
                 f"{name}, all drafts in one pass: acceptance length at K={k} {_tau(p['before'], k)} -> "
-                f"{_tau(p['after'], k)}; top-1 by offset {[round(x, 3) for x in p['after']['top1_by_offset'] if x]}"
+                f"{_tau(p['after'], k)}; top-1 by offset {top1}"
             )
     return "\n".join([*lines, f"wrote {result['drafter']}"])
 

@@ -138,3 +138,12 @@ def test_verdict_of_both_ways() -> None:
     for s in sets.values():
         s["parallel"]["change"] = [None, None, None]
     assert verdict(sets).startswith("no measurable change")
+
+
+def test_every_offset_is_printed_in_its_place() -> None:
+    """Also one that is never right, or of which nothing is known."""
+    sets = with_one_pass(evaluation())["sets"]
+    sets["orders"]["parallel"]["after"]["top1_by_offset"] = [0.9, 0.0, 0.20004, None]
+    shown = distill._plain({"verdict": "", "sets": sets, "drafter": "runs/d"})
+    assert "top-1 by offset [0.9, 0.0, 0.2, None]" in shown
+    assert "orders, all drafts in one pass: acceptance length at K=6 1.013 -> 3.380" in shown
