@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 
+from distill.adapters import attach
 from distill.answers import open_answers
 from distill.batches import Batch, Rows, check_rows, collate
 from distill.head import Head, head_loss
-from distill.mask_blocks import Parallel, drawn, reach_weights, with_blocks
+from distill.losses import FullSignal
+from distill.mask_blocks import Parallel, drawn, reach_weights, signal_of, window_of, with_blocks
+from distill.options import decoder_autocast
+from distill.settings import Settings
+from distill.signals import get_signal, online
+from distill.step import ready, window_gradients
 from distill.student import freeze, supervised_hidden
+from pairing.errors import InputError
 from tests import architectures, tiny
-from tests.stored_answers import made_up, store, two_turns
+from tests.stored_answers import answered, made_up, store, two_turns
 
 MASK = tiny.REAL_TOKENS + 2  # a padding row
 LENGTHS = [3, 12, 1, 7]
@@ -70,6 +79,18 @@ def test_a_block_among_others_is_the_block_alone(rows: Rows, turns: Rows, kind: 
         for one in (blocks, replace(blocks, shared=0)):
             with torch.no_grad():
                 torch.testing.assert_close(supervised_hidden(model, one), alone(model, one), rtol=1e-5, atol=1e-5)
+
+
+def test_which_kinds_of_layers_are_trained_with_masks() -> None:
+    """A decoder of two kinds has no one attention mask, whatever the drafter's window is."""
+    full, sliding = "full_attention", "sliding_attention"
+    for kinds, window in (([full, full], None), ([sliding, sliding], 9), (None, 9)):
+        assert window_of(SimpleNamespace(layer_types=kinds, sliding_window=9)) == window
+    for kinds in ([full, sliding], ["chunked_attention"]):
+        with pytest.raises(
+            InputError, match=f"has layers of the kinds {', '.join(kinds)}, and masks are trained where"
+        ):
+            window_of(SimpleNamespace(layer_types=kinds, sliding_window=9))
 
 
 def test_gradients_are_those_of_the_blocks_alone(rows: Rows) -> None:

@@ -147,3 +147,19 @@ def test_every_offset_is_printed_in_its_place() -> None:
     shown = distill._plain({"verdict": "", "sets": sets, "drafter": "runs/d"})
     assert "top-1 by offset [0.9, 0.0, 0.2, None]" in shown
     assert "orders, all drafts in one pass: acceptance length at K=6 1.013 -> 3.380" in shown
+
+
+def test_layers_that_are_not_trained_with_masks_are_refused_before_anything_is_made(
+    place: Path, tmp_path: Path
+) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(place / "draft", draft)
+    kinds = ["sliding_attention", "full_attention"]
+    write_json(draft / "config.json", read_json(draft / "config.json") | {"layer_types": kinds, "sliding_window": 16})
+    given = words(place, tmp_path / "out", draft=draft, **ONE_PASS)
+    for more in ([], ["--dry-run"]):
+        with pytest.raises(
+            InputError, match="has layers of the kinds full_attention, sliding_attention, and masks are"
+        ):
+            distill.main([*given, *more])
+    assert not (tmp_path / "out").exists()
