@@ -163,3 +163,22 @@ def test_layers_that_are_not_trained_with_masks_are_refused_before_anything_is_m
         ):
             distill.main([*given, *more])
     assert not (tmp_path / "out").exists()
+
+
+def test_the_plan_has_the_attention_masks_memory(place: Path, tmp_path: Path) -> None:
+    """Prompts of 20 tokens, so the longest row has 31 columns as input, and 12 · (.5 + .25 + .125 + .1) = 11.7 masks; an
+    evaluation of an answer of 300 has 319 columns and 1024 masks of its 1200 in one pass."""
+    held = rows_of(store(tmp_path / "held", made_up([7, 300], seed=1), place / "target"))
+    at = settings(parallel=Parallel(5, MASK))
+
+    def memory(at: Settings, heldout: dict[str, Rows]) -> int:
+        model, rows = load_model(place / "draft"), rows_of(place / "four")
+        found = plan_run(model, place / "draft", {}, at, rows, heldout, 1, torch.device("cpu"))["memory_bytes"]
+        assert isinstance(found, int)
+        return found
+
+    plain = memory(replace(at, parallel=None), {"own": held})
+    assert memory(at, {}) - plain == 4 * 4 * (31 + 12) ** 2
+    assert memory(at, {"own": held}) - plain == 4 * 4 * (319 + 1024) ** 2
+    eight = replace(at, num_speculative_tokens=8)  # 7 masks of a start: 147 starts in one pass
+    assert memory(eight, {"own": held}) - plain == 4 * 4 * (319 + 1029) ** 2
