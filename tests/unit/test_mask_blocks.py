@@ -205,3 +205,55 @@ def test_loss_of_a_masked_batch_by_hand(rows: Rows) -> None:
         tail = float(batch.signal.tail_N[n])
         total += float((p_K * (p_K / q_K).log()).sum()) + tail * float(np.log(tail / (1 - float(q_K.sum()))))
     assert float(got) == pytest.approx(total, rel=1e-4)
+
+
+@pytest.mark.parametrize("survival", [None, "probabilistic"])
+def test_the_loss_of_a_window_by_hand(target: Path, tmp_path: Path, survival: Any) -> None:
+    """One answer of 4 tokens has blocks of 2 masks and of 1: seven losses, a mask's times reach / share, over seven. Held against
+    the window's gradient, as its log has the plain means."""
+    folder = store(tmp_path / "a", answered(target, 1, seed=1, longest=4), target)
+    rows, kept = check_rows(open_answers(folder), "data", **LIMITS), Parallel(3, MASK, keep=0.5, least=0.25)
+    plain = collate(rows, np.array([0]))
+    seed = next(s for s in range(999) if len(drawn(plain, kept, s).row_N) == 7)  # that drops none
+    found, exact = moved(tiny.model()), moved(tiny.model()).double()
+    params, exact_params = freeze(found, "all"), freeze(exact, "all")
+    run = ready(
+        Accelerator(cpu=True), found, rows, settings(seed=seed, parallel=kept, survival=survival), get_signal(rows)
+    )
+    stats = window_gradients(run, np.array([0]), {"forward_kl": 1.0}, 0)
+
+    batch = drawn(plain, kept, seed)
+    p_NK, tail_N = batch.signal.head_logp_NK.double().exp(), batch.signal.tail_N.double()
+    q_NV = (alone(exact, batch) @ exact.get_output_embeddings().weight[: rows.real].T).softmax(-1)
+    q_NK = q_NV.gather(-1, batch.signal.head_ids_NK)
+    rest_N = 1 - q_NK.sum(-1)
+    kl_N = (p_NK * (p_NK / q_NK).log()).sum(-1) + tail_N * (tail_N / rest_N).log()
+    w = (torch.minimum(p_NK, q_NK).sum(-1) + torch.minimum(tail_N, rest_N)).tolist()
+    assert all(0.05 < w[n] < 0.95 for n in (1, 2, 4)), w  # so that every factor tells
+    factors = [1.0] * 4 + [w[1] / 0.5, w[1] * w[4] / 0.25, w[2] / 0.5]
+    loss = (torch.tensor([1.0] * 7 if survival is None else factors).double() * kl_N).sum() / 7
+    loss.backward()
+
+    assert (stats["tokens"], stats["masks"]) == (4, 3)
+    assert stats["forward_kl"] == pytest.approx(float(kl_N.detach().mean()), rel=1e-4)
+    for (name, p), (_, q) in zip(params, exact_params, strict=True):
+        assert p.grad is not None, name
+        assert q.grad is not None, name
+        torch.testing.assert_close(p.grad.double(), q.grad, rtol=1e-3, atol=1e-5 * float(q.grad.abs().max()))
+
+
+def moved(model: Any) -> Any:
+    """The target's own weights with noise: a drafter that agrees with it in part."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * p.std() * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def settings(**more: Any) -> Settings:
+    return Settings(
+        batch_size=4, accumulation=1, lr=1e-3, warmup=0.1, weight_decay=0.0, beta2=0.98, clip=1.0, trainable="all",
+        losses={"forward_kl": 1.0}, chunk=None, epochs=None, max_steps=1, minutes=None, eval_every=9, eval_prompts=1,
+        checkpoint_every=9, keep=1, **more,
+    )  # fmt: skip
