@@ -148,6 +148,27 @@ def test_a_mask_is_taught_the_token_that_it_stands_for(turns: Rows) -> None:
     assert bool((blocks.input_BL[:, batch.input_BL.shape[1] :] == MASK).all())
 
 
+def test_online_a_mask_is_taught_what_the_target_alone_says_there(turns: Rows) -> None:
+    """Of every position the target's distribution is that of the target run by itself on the text up to the token before."""
+    target = online(tiny.model(layers=3, seed=5).double(), "target", "cpu", "cpu")
+    batch = collate(turns, np.arange(len(turns)))
+    batch, width = with_blocks(batch, torch.full_like(batch.row_N, 3), MASK), batch.input_BL.shape[1]
+    assert batch.blocks is not None
+    signal = signal_of(get_signal(turns, target))(batch)
+    assert isinstance(signal, FullSignal)
+    logits_NV = signal.hidden_NH @ signal.weight_VH.T
+    for n in range(len(batch.row_N)):
+        row, column = int(batch.row_N[n]), int(batch.column_N[n])
+        if column >= width:
+            column -= width
+            column = int(batch.blocks.start_BM[row, column] + batch.blocks.offset_BM[row, column])
+        text = torch.tensor(turns.data[row]["input_ids"].tolist())
+        with torch.no_grad():
+            expected = target.model(text[None, : column + 1]).logits[0, -1]
+        torch.testing.assert_close(logits_NV[n], expected, rtol=1e-5, atol=1e-5)
+        assert int(signal.answer_N[n]) == int(text[column + 1])
+
+
 def test_draws_are_nested_have_their_shares_and_do_not_depend_on_the_batch(target: Path, tmp_path: Path) -> None:
     answers = store(tmp_path / "a", made_up([120] * 24), target)
     rows, parallel = check_rows(open_answers(answers), "data", **LIMITS), Parallel(5, MASK, keep=0.6, least=0.3)
