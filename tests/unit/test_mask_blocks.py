@@ -93,18 +93,42 @@ def test_which_kinds_of_layers_are_trained_with_masks() -> None:
             window_of(SimpleNamespace(layer_types=kinds, sliding_window=9))
 
 
-def test_gradients_are_those_of_the_blocks_alone(rows: Rows) -> None:
+def test_in_bf16_a_block_among_others_is_the_block_alone(rows: Rows) -> None:
+    """About as far from it as rounding alone puts that from float32; who sees what it should not is much further."""
+    model, batch = tiny.model(layers=3), collate(rows, np.arange(len(rows)))
+    batch = with_blocks(batch, torch.full_like(batch.row_N, 4), MASK)
+    with torch.no_grad():
+        exact = alone(model, batch)
+        with decoder_autocast(torch.device("cpu"), bf16=True):
+            found, expected = supervised_hidden(model, batch), alone(model, batch)
+    assert not torch.equal(expected, exact)
+    rounding = float((expected - exact).norm())
+    assert float((found - expected).norm()) < 2.5 * rounding < 0.1 * float(exact.norm())
+
+
+@pytest.mark.parametrize("learns", ["all", "lora"])
+def test_gradients_are_those_of_the_blocks_alone(rows: Rows, learns: str) -> None:
     batch = collate(rows, np.arange(len(rows)))
     batch, found = with_blocks(batch, torch.full_like(batch.row_N, 3), MASK), []
     for run in (supervised_hidden, alone):
         model = tiny.model(layers=3).double()
-        params = freeze(model, "all")
+        params = freeze(model, "all") if learns == "all" else adapted(model)
         hidden = run(model, batch)
         (hidden * torch.linspace(-1, 1, hidden.numel(), dtype=torch.float64).view_as(hidden)).sum().backward()
         found.append([p.grad for _, p in params if p.grad is not None])
     assert len(found[0]) == len(found[1]) > 20
     for got, expected in zip(*found, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+def adapted(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """LoRA on all of it, moved from its beginning, where half of its gradients are 0; the same each time."""
+    params, generator = attach(model, rank=4, alpha=8, vocabulary=True), torch.Generator().manual_seed(3)
+    model.double()
+    with torch.no_grad():
+        for _, p in params:
+            p.copy_(0.1 * torch.randn(p.shape, generator=generator))
+    return params
 
 
 def test_plain_positions_are_untouched_by_masks(rows: Rows) -> None:

@@ -122,6 +122,18 @@ def test_a_run_that_counted_masks_with_the_text_goes_on_with_both_apart(place: P
         assert last[0][key] == last[1][key], key
 
 
+def test_gradient_checkpointing_changes_no_loss_of_masks(place: Path, tmp_path: Path) -> None:
+    logs = []
+    for on in (False, True):
+        at = settings(max_steps=3, trainable="all", gradient_checkpointing=on)
+        fit(Accelerator(cpu=True), load_model(place / "draft"), rows_of(place / "train"), {}, at, tmp_path / str(on))
+        logs.append(read_jsonl(tmp_path / str(on) / "metrics.jsonl"))
+    for plain, other in zip(*logs, strict=True):
+        assert other["masks"] == plain["masks"] > 0
+        assert other["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+        assert other["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-3)
+
+
 def test_verdict_of_both_ways() -> None:
     """Each is said where it changed measurably; and where only one pass did, training was not for nothing (D15)."""
     sets = with_one_pass(evaluation())["sets"]
