@@ -249,7 +249,7 @@ def verdict(sets: Mapping[str, Mapping[str, Any]]) -> str:
     said = []
     for name, result in sets.items():
         for what, (point, low, high), (before, after) in _figures(result):
-            if low is None or high is None or low <= 0 <= high:
+            if point is None or low is None or high is None or low <= 0 <= high:
                 continue
             moved = "rose" if point > 0 else "FELL"
             change = f"(95 % interval of the change {low:+.3f} to {high:+.3f})"

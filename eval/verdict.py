@@ -352,11 +352,10 @@ def _nothing_served(evaluation: Mapping[str, Any] | None) -> str:
 
 def _in_one_pass(evaluated: Mapping[str, Any]) -> str:
     """The same of a drafter that learnt to write all its drafts in one pass too."""
-    rounds = evaluated.get("parallel")
-    tau = rounds["after"]["tau"][str(rounds["num_speculative_tokens"])] if rounds else None
-    return (
-        "" if tau is None else f", and {tau:.2f} at K = {rounds['num_speculative_tokens']} with all drafts in one pass"
-    )
+    rounds = evaluated.get("parallel") or {}
+    K = rounds.get("num_speculative_tokens")
+    tau = rounds["after"]["tau"][str(K)] if rounds else None
+    return "" if tau is None else f", and {tau:.2f} at K = {K} with all drafts in one pass"
 
 
 def serve_with(verdict: Row, target: str | None, pair: Mapping[str, Any] | None) -> dict[str, Any] | None:
