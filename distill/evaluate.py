@@ -248,13 +248,9 @@ def verdict(sets: Mapping[str, Mapping[str, Any]]) -> str:
         return "not evaluated: no held-out set was given, so nothing is known of what training changed"
     said = []
     for name, result in sets.items():
-        for key, what in (("top1", "top-1 agreement"), ("tau_4", "acceptance length at K=4")):
-            point, low, high = result["change"][key]
-            if low is None or high is None or low <= 0 <= high:
+        for what, (point, low, high), (before, after) in _figures(result):
+            if point is None or low is None or high is None or low <= 0 <= high:
                 continue
-            before, after = (
-                result[when]["top1"] if key == "top1" else result[when]["tau"]["4"] for when in ("before", "after")
-            )
             moved = "rose" if point > 0 else "FELL"
             change = f"(95 % interval of the change {low:+.3f} to {high:+.3f})"
             said.append(f"{what} on {name} {moved} from {before:.3f} to {after:.3f} {change}")
@@ -262,6 +258,18 @@ def verdict(sets: Mapping[str, Mapping[str, Any]]) -> str:
         said = ["no measurable change: on every held-out set the 95 % interval of the change holds 0"]
     notes = {name: (result.get("drafting") or {}).get("note") for name, result in sets.items()}
     return "; ".join([*said, *(f"on {name}, {note}" for name, note in notes.items() if note)])
+
+
+def _figures(result: Mapping[str, Any]) -> list[tuple[str, Change, list[Any]]]:
+    """What a verdict speaks of: each figure in words, its change, and what it was before and after."""
+    both = [result["before"], result["after"]]
+    found = [("top-1 agreement", result["change"]["top1"], [one["top1"] for one in both])]
+    found += [("acceptance length at K=4", result["change"]["tau_4"], [one["tau"]["4"] for one in both])]
+    if rounds := result.get("parallel"):  # of a drafter that also writes all its drafts in one pass
+        K = str(rounds["num_speculative_tokens"])
+        taus = [rounds[when]["tau"][K] for when in ("before", "after")]
+        found += [(f"acceptance length at K={K}, all drafts in one pass,", rounds["change"], taus)]
+    return found
 
 
 def verdict_of_copy(sets: Mapping[str, Mapping[str, Any]]) -> str:

@@ -101,11 +101,13 @@ def attention(blocks: Blocks, shared: int, dtype: torch.dtype, window: int | Non
 
 
 def window_of(config: Any) -> int | None:
-    """The sliding window that all layers of a drafter attend within; None where they see everything."""
+    """The sliding window that all layers of a drafter attend within; None where they see everything. Raises InputError where
+    its layers are of several kinds, or of one that no mask is made for."""
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     if not kinds <= {"full_attention", "sliding_attention"} or len(kinds) > 1:
         raise InputError(
-            f"parallel drafting: layers of the kinds {', '.join(sorted(kinds))} are not trained with masks"
+            f"parallel_drafting: the draft has layers of the kinds {', '.join(sorted(kinds))}, and masks are trained where all "
+            "attend fully or all within one window: leave parallel_drafting out, or `draftsmith init` with layers of one kind"
         )
     return getattr(config, "sliding_window", None) if kinds == {"sliding_attention"} else None
 

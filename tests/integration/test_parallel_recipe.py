@@ -155,8 +155,9 @@ def test_a_resumed_run_draws_the_same_masks(place: Path, tmp_path: Path) -> None
     assert len(read_jsonl(half / "metrics.jsonl")) == 2
     fit(Accelerator(cpu=True), load_model(place / "draft"), rows, {}, dataclasses.replace(at, epochs=4 / 6), half)
     whole, resumed = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "half"))
-    assert [r["supervised"] for r in whole] == [r["supervised"] for r in resumed]
-    assert len({r["supervised"] for r in whole}) > 1
+    assert [r["masks"] for r in whole] == [r["masks"] for r in resumed]
+    assert len({r["masks"] for r in whole}) > 1
+    assert whole[-1]["mask_tokens"] == resumed[-1]["mask_tokens"] == sum(r["masks"] for r in whole)
 
 
 def test_the_plan_counts_masks(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

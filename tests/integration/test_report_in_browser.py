@@ -11,9 +11,9 @@ from recipes.report import main, write_report
 from tests import chromium, sample_run, sample_sweep
 
 WIDTHS = (1280, 800, 390, 360, 320)
-PAGES = ("run", "sweep", "compare", "kept")
+PAGES = ("run", "parallel", "sweep", "compare", "kept")
 KEPT = Path(__file__).parents[2] / "docs" / "example-report.html"  # the one that the README points to
-PLOTS = {"run": 16, "sweep": 4 + 4 * 6 + 1, "compare": 1}
+PLOTS = {"run": 16, "parallel": 16 + 3, "sweep": 4 + 4 * 6 + 1, "compare": 1}
 # A page's folds are opened before it is looked at: what is inside must be as good.
 OPEN = (
     "document.querySelectorAll('details').forEach(d => { d.open = true }); document.querySelectorAll('details').length"
@@ -22,14 +22,23 @@ OPEN = (
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run's page, a sweep's of both ways of drafting at K from 1 to 6, of two runs compared, and the one kept in docs/."""
+    """A run's page, that of a drafter trained both ways, a sweep's of both at K from 1 to 6, of two runs compared, and the one
+    kept in docs/."""
     folder = tmp_path_factory.mktemp("runs")
     before, demo = sample_run.write(folder / "before"), sample_run.write(folder / "demo")
+    both_ways = sample_run.write(folder / "parallel", parallel=True)
+    write_report(both_ways)
     sweep = sample_sweep.write(folder / "sweep")
     write_report(demo)
     write_report(sweep)
     assert main([str(before), str(demo)]) == 0
-    return {"run": demo / "report.html", "sweep": sweep / "report.html", "compare": demo / "compare.html", "kept": KEPT}
+    return {
+        "run": demo / "report.html",
+        "parallel": both_ways / "report.html",
+        "sweep": sweep / "report.html",
+        "compare": demo / "compare.html",
+        "kept": KEPT,
+    }
 
 
 @pytest.fixture(scope="module")

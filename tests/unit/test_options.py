@@ -12,6 +12,7 @@ import torch
 
 from distill.answers import open_answers
 from distill.batches import Batch, check_rows, collate
+from distill.mask_blocks import with_blocks
 from distill.options import checkpoint_layers, compile_layers, decoder_autocast
 from distill.student import freeze, supervised_hidden
 from tests import tiny
@@ -42,9 +43,11 @@ def kept_and_gradients(model: torch.nn.Module, batch: Batch) -> tuple[int, dict[
     return kept, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("trainable", ["all", "layers"])
-def test_checkpointed_layers_keep_less_and_have_the_same_gradients(batch: Batch, trainable: str) -> None:
+@pytest.mark.parametrize(("trainable", "masks"), [("all", 0), ("layers", 0), ("all", 3)])
+def test_checkpointed_layers_keep_less_and_have_the_same_gradients(batch: Batch, trainable: str, masks: int) -> None:
     assert batch.shared > 0
+    if masks:
+        batch = with_blocks(batch, torch.full_like(batch.row_N, masks), tiny.REAL_TOKENS + 2)
     plain, checkpointed = tiny.model(layers=4), tiny.model(layers=4)
     for model in (plain, checkpointed):
         freeze(model, trainable)  # type: ignore[arg-type]

@@ -8,16 +8,19 @@ import shutil
 import socket
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from distill.evaluate_parallel import PromptRounds, compare_rounds, rounds_summary
 from eval import plots, report, report_run, report_text
 from eval.page import cell_name, percent
 from pairing.errors import InputError
 from pairing.files import read_json, read_jsonl, write_json, write_jsonl
 from recipes.report import main, write_report
 from tests import sample_sweep
-from tests.sample_run import HOSTILE, drafted, result, write
+from tests.sample_run import HOSTILE, LONGEST, drafted, evaluation, result, with_one_pass, write
 
 
 @pytest.fixture(scope="module")
@@ -353,6 +356,118 @@ def test_optional_fields_are_shown_where_they_are(tmp_path: Path) -> None:
     assert "3.50 0 to 256, 30 rounds 2.25 256 and more, 9 rounds" in plain
     assert "drafter &lt; 0.001 5120 no: outputs differ" in plain
     assert cell_name({**hot, "concurrency": None, "rate": 2.5}) == "hot, temperature 0.7, 2.5 requests sent a second"
+
+
+# ---------------------------------------------------------------- a drafter that also drafts in one pass
+
+
+@pytest.fixture(scope="module")
+def both_ways(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("parallel") / "demo", parallel=True)
+
+
+def tables(page: str) -> list[list[list[str]]]:
+    """Every table of the page: its rows, each the texts of its cells."""
+    found = re.findall(r"<table.*?</table>", page, re.DOTALL)
+    cells = r"<t[hd][^>]*>(.*?)</t[hd]>"
+    return [
+        [[" ".join(re.sub(r"<[^>]*>", " ", c).split()) for c in re.findall(cells, row, re.DOTALL)]
+         for row in re.findall(r"<tr.*?</tr>", table, re.DOTALL)]
+        for table in found
+    ]  # fmt: skip
+
+
+def test_the_sample_of_one_pass_is_what_distill_writes() -> None:
+    """Else the tests below would show a page that nobody gets."""
+    scores = [PromptRounds("a", [np.array([[0, 0], [1, 0], [0, 1], [1, 0]], np.int8)])]
+    real, made = compare_rounds(scores, scores, 2), with_one_pass(evaluation())["sets"]["orders"]["parallel"]
+    assert real.keys() == made.keys()
+    for part, longest in ((real["after"], 2), (made["after"], LONGEST)):
+        assert list(part) == ["tau", "top1_by_offset", "survival"]
+        assert list(part["tau"]) == [str(k) for k in range(1, longest + 1)]
+        assert len(part["top1_by_offset"]) == len(part["survival"]) == longest
+    assert real["after"].keys() == rounds_summary(scores).keys()
+
+
+def test_both_ways_of_drafting_have_a_table(both_ways: Path, page: str) -> None:
+    """One by one as ever, and in one pass τ, agreement and survival by hand from the sample's figures."""
+    shown = report.build(both_ways)
+    Outline(shown)
+    found = tables(shown)
+    one, other = (next(t for t in found if t[0][0] == head) for head in ("offline", "K"))
+    assert ["trained", "0.797", "0.777 to 0.807", "1.80", "2.43", "2.92", "3.19"] in one
+    assert other[1:] == [
+        ["untrained", "trained"] * 3,
+        ["1", "1.01", "1.76", "0.013", "0.795", "0.012", "0.760"],
+        ["2", "1.01", "2.33", "0.004", "0.702", "0.001", "0.570"],
+        ["3", "1.01", "2.76", "0.000", "0.617", "0.000", "0.430"],
+        ["4", "1.01", "3.07", "0.000", "0.541", "0.000", "0.310"],
+        ["5", "1.01", "3.26", "0.000", "0.463", "0.000", "0.190"],
+        ["6, served", "1.01", "3.38 +2.21 to +2.51", "0.000", "0.398", "0.000", "0.120"],
+    ]
+    plain = " ".join(re.sub(r"<[^>]*>", " ", shown).split())
+    assert "Drafts one by one" in plain
+    assert "300 steps, 420,000 supervised tokens, 345,000 mask tokens" in plain
+    for words in ("one pass", "one by one", "mask tokens"):
+        assert words not in page  # of a drafter that drafts one by one alone
+
+
+def test_dots_stand_beside_the_replay_of_their_own_way(both_ways: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, Any] = {}
+    draw = plots.offline_against_served
+
+    def noted(title: str, *figures: Any) -> str | None:
+        drawn[title] = figures
+        return draw(title, *figures)
+
+    monkeypatch.setattr(plots, "offline_against_served", noted)
+    shown = report.build(both_ways)
+    sets = with_one_pass(evaluation())["sets"]
+    for name, s in sets.items():
+        for title, figures in (("τ offline and served", s), ("τ offline and served in one pass", s["parallel"])):
+            assert drawn[f"{title}, {name}"][:2] == (figures["before"]["tau"], figures["after"]["tau"])
+    one, other = (drawn[f"τ offline and served{way}, orders"][2] for way in ("", " in one pass"))
+    assert one == {"drafter": [(4, 3.25)], "untrained": [(4, pytest.approx(1.012))]}
+    assert other == {"drafter-parallel": [(6, 3.375)]}
+    svgs = {re.sub(r".*?aria-label=\"(.*?)\".*", r"\1", svg, flags=re.DOTALL): svg
+            for svg in re.findall(r"<svg.*?</svg>", shown, re.DOTALL)}  # fmt: skip
+    assert "served, drafter-parallel" not in svgs["τ offline and served, orders"]
+    assert "served, drafter-parallel" in svgs["τ offline and served in one pass, orders"]
+    assert {"τ at K = 4 on held-out text, by replay", "τ at K = 4 in one pass, by replay"} <= svgs.keys()
+
+
+def test_a_change_in_one_pass_alone_is_a_change(both_ways: Path, tmp_path: Path) -> None:
+    """D15: drafts one by one stayed as they were, those of one pass did not."""
+    made = with_one_pass(evaluation())
+    for s in made["sets"].values():
+        s["change"] = {"top1": [0.0, -0.1, 0.1], "tau_4": [0.0, -0.1, 0.1]}
+    write_json(tmp_path / "distill" / "evaluation.json", made)
+    sentence = report.verdict(tmp_path)["sentence"]
+    assert sentence.startswith(
+        "Not measurable: nothing was served; offline on orders, replay gives τ = 3.19 at K = 4, and 3.38"
+    )
+    assert "no measurable change" not in sentence
+    for s in made["sets"].values():
+        s["parallel"]["change"] = [0.0, -0.1, 0.1]
+    write_json(tmp_path / "distill" / "evaluation.json", made)
+    assert report.verdict(tmp_path)["sentence"].endswith("training made no measurable change.")
+
+
+def test_training_that_ended_before_its_evaluation_has_its_curves(both_ways: Path, tmp_path: Path) -> None:
+    """And a round of fewer than 4 drafts is drawn at its longest."""
+    metrics = read_jsonl(both_ways / "distill" / "metrics.jsonl")
+    for row in metrics:
+        if "parallel" in row:
+            row["parallel"]["tau"] = {"1": 1.5, "2": None}
+    write_jsonl(tmp_path / "metrics.jsonl", metrics)
+    page = report.build(tmp_path)
+    assert "τ at K = 4 on held-out text, by replay" in page
+    assert "in one pass, by replay" not in page  # known of no K that is drawn
+    for row in metrics:
+        if "parallel" in row:
+            row["parallel"]["tau"]["2"] = 1.75
+    write_jsonl(tmp_path / "metrics.jsonl", metrics)
+    assert "τ at K = 2 in one pass, by replay" in report.build(tmp_path)
 
 
 def test_commands_name_no_folder_of_this_machine() -> None:
