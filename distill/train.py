@@ -235,6 +235,7 @@ def _evaluate(run: Run, heldout: Mapping[str, Rows], step: int, out: _Out) -> fl
              "most": settings.eval_prompts, "draft_sample_method": settings.draft_sample_method}  # fmt: skip
     with whole(run.prepared), quantized(run.model, settings.quantizer):
         for name, rows in heldout.items():
+            sizes["where"] = f"step {step}, heldout.{name}"
             scores = score_prompts(run.accelerator, run.model, rows, **sizes)
             row: dict[str, Any] = {"kind": "eval", "step": step, "set": name} | summary(scores)
             tau = replay([w for s in scores for w in s.w], settings.num_speculative_tokens).acceptance_length

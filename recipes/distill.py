@@ -133,15 +133,20 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
     sets, lines = {}, []
     scoring: dict[str, Any] = config.model_dump(include={"batch_size", "chunk", "block", "draft_sample_method"})
     for name, held in heldout.items():
-        scores = [score_prompts(accelerator, m, held, **scoring) for m in (before, model)]
+        scores = [
+            score_prompts(accelerator, m, held, **scoring, where=f"heldout.{name}, {when} training")
+            for when, m in (("before", before), ("after", model))
+        ]
         sets[name] = compare(*scores) | {"drafting": drafts[name]}
         if parallel is not None:
             K = max(config.num_speculative_tokens, parallel.num_speculative_tokens)
-            old, new = (score_rounds(accelerator, m, held, parallel.mask_id, K, **scoring) for m in (before, model))
+            how_scored = scoring | {"where": f"heldout.{name}"}
+            old, new = (score_rounds(accelerator, m, held, parallel.mask_id, K, **how_scored) for m in (before, model))
             sets[name]["parallel"] = compare_rounds(old, new, config.num_speculative_tokens)
         if settings.quantizer is not None:
             with quantized(model, settings.quantizer):
-                copy = compare(scores[1], score_prompts(accelerator, model, held, **scoring))
+                in_4_bits = score_prompts(accelerator, model, held, **scoring, where=f"heldout.{name}, 4-bit copy")
+            copy = compare(scores[1], in_4_bits)
             sets[name]["quantized"] = {"after": copy["after"], "change": copy["change"]}
         for b, a in zip(*scores, strict=True):
             lines.append({"set": name, "id": a.id, "tags": a.tags, "w_before": b.w, "w_after": a.w})

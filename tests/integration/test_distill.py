@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import distill.step
 import distill.train
@@ -216,6 +217,70 @@ def test_a_loss_that_is_not_finite_stops_with_the_reason_and_keeps_the_checkpoin
     assert all(bool(torch.isfinite(t).all()) for t in weights.values())
     assert fit(accelerator, load_model(place / "draft"), rows, {}, settings, tmp_path)["steps"] == 9
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, 10))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_an_evaluation_that_is_not_finite_stops_with_the_reason_and_keeps_the_checkpoints(
+    place: Path, accelerator: Accelerator, tmp_path: Path
+) -> None:
+    """A rate so high that the very next step's weights give NaN, met by the evaluation before any loss is."""
+    rows, held = rows_of(place / "train"), {"own": rows_of(place / "held")}
+    good = Settings(**{**BASE, "max_steps": 2, "checkpoint_every": 1})
+    fit(accelerator, load_model(place / "draft"), rows, held, good, tmp_path)
+    before = files_of(tmp_path / "checkpoints")
+    wild = replace(good, max_steps=5, lr=1e25, warmup=0.0, eval_every=1)
+    with pytest.raises(PartFailedError, match=r"^step 3, heldout\.own: .* not finite on prompt \w+;.*lower lr") as e:
+        fit(accelerator, load_model(place / "draft"), rows, held, wild, tmp_path)
+    assert "\n" not in str(e.value)
+    assert len(before) == 6
+    assert files_of(tmp_path / "checkpoints") == before
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl") if row["kind"] == "eval"] == [0, 2]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("eval_prompts", [8, 2])
+def test_a_damaged_row_that_only_a_heldout_prompt_meets_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], eval_prompts: int
+) -> None:
+    """The head is untied, so nothing else sees the row: met by the first evaluation, or by the last where that one is of other
+    prompts."""
+    target = tiny.folder(tmp_path / "target", layers=2, tied=False)
+    init_drafter(resolve(str(target)), tmp_path / "draft", [0, 1])
+    store(tmp_path / "train", answered(target, 8, seed=1), target)
+    held = made_up([5, 4, 6], seed=3)
+    known = {i for row in open_answers(tmp_path / "train").data for i in row["input_ids"]}
+    last = max(held, key=lambda answer: answer.prompt.id)  # rows are in the order of their ids
+    known |= {i for answer in held if answer is not last for i in answer.input_ids}
+    lone = next(i for i in last.input_ids[:20] if i not in known)
+    store(tmp_path / "held", held, target)
+    weights = load_file(tmp_path / "draft" / "model.safetensors")
+    weights["model.embed_tokens.weight"][lone, 0] = torch.nan
+    save_file(weights, tmp_path / "draft" / "model.safetensors", {"format": "pt"})
+    out = tmp_path / "out"
+    more = {
+        "max_steps": 2,
+        "epochs": "null",
+        "checkpoint_every": 1,
+        "trainable": "layers",
+        "eval_prompts": eval_prompts,
+    }
+    monkeypatch.setattr(sys, "argv", ["distill", *keys(tmp_path, out, **more)])
+    seen = []
+    for _ in range(2):  # started again it says the same
+        assert guarded(main) == 3
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        (line,) = [line for line in said.splitlines() if line.startswith("failed: ")]
+        first = "step 0, heldout.own: " if eval_prompts == 8 else "heldout.own, before training: "
+        assert line.startswith(
+            f"failed: {first}the drafter gives figures that are not finite on prompt {last.prompt.id}; "
+        )
+        seen.append(files_of(out / "checkpoints"))
+    assert len(seen[0]) == (0 if eval_prompts == 8 else 6)
+    assert seen[1] == seen[0]
 
 
 # ---------------------------------------------------------------- the recipe in processes
