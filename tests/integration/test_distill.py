@@ -29,8 +29,9 @@ from distill.answers import open_answers
 from distill.batches import Ints, Rows, check_rows
 from distill.checkpoint import load_checkpoint, save_checkpoint
 from distill.head import head_loss
+from distill.mask_blocks import Parallel
 from distill.settings import learning_rate
-from distill.signals import get_signal
+from distill.signals import get_signal, online
 from distill.step import optimizer_of, optimizer_step, ready, window_gradients
 from distill.student import freeze
 from distill.train import Position, Settings, fit
@@ -77,15 +78,25 @@ def rows_of(folder: Path) -> Rows:
     return check_rows(open_answers(folder), "data", **limits)
 
 
+# what a step may be made of that changes which positions there are, and so what it divides by
+MODES: dict[str, dict[str, Any]] = {
+    "cached": {},
+    "online, on-policy": {"losses": {"jsd": 1.0}, "on_policy": 1.0},
+    "masks": {"parallel": Parallel(4, tiny.REAL_TOKENS + 1, keep=0.8), "survival": "probabilistic"},
+    "masks, online, on-policy": {"parallel": Parallel(3, tiny.REAL_TOKENS + 1), "losses": {"jsd": 1.0}, "on_policy": 1.0},
+}  # fmt: skip
+
+
 def gradients(
-    accelerator: Accelerator, answers: Path, draft: Path, window: Ints, batch_size: int, trainable: str = "all"
+    accelerator: Accelerator, place: Path, window: Ints, batch_size: int, mode: str = "cached"
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The window's gradient by name, and the logged means."""
-    settings = Settings(**{**BASE, "batch_size": batch_size, "trainable": trainable, "max_steps": 1})
-    model = load_model(draft)
+    """The window's gradient by name, and the logged means, of the answers in `place`/four."""
+    settings = Settings(**{**BASE, "batch_size": batch_size, "trainable": "all", "max_steps": 1, **MODES[mode]})
+    model = load_model(place / "draft")
     params = freeze(model, settings.trainable)
-    rows = rows_of(answers)
-    run = ready(accelerator, model, rows, settings, get_signal(rows))
+    rows = rows_of(place / "four")
+    target = online(load_model(place / "target"), "target", "cpu", "cpu") if "online" in mode else None
+    run = ready(accelerator, model, rows, settings, get_signal(rows, target))
     stats = window_gradients(run, window, settings.losses, 0)  # type: ignore[arg-type]
     grads = {name: p.grad.clone() for name, p in params if p.grad is not None}
     assert len(grads) == len(params)
@@ -95,21 +106,29 @@ def gradients(
 # ---------------------------------------------------------------- gradients
 
 
-def test_one_step_of_four_rows_equals_four_of_one_and_two_processes(place: Path, accelerator: Accelerator) -> None:
-    """D11: 3, 50, 7 and 120 supervised tokens as 4x1, as 1x4 and over two gloo processes, short last windows too."""
+@pytest.fixture(scope="module")
+def two_ranks(place: Path) -> list[dict[str, torch.Tensor]]:
+    """What each of two gloo processes has for every mode and window."""
     words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--rdzv_backend", "c10d"]
-    words += ["--rdzv_endpoint", "localhost:0", "-m", "tests.integration.two_ranks"]
-    words += [str(place / "four"), str(place / "draft"), str(place)]
-    subprocess.run([sys.executable, *words], check=True, cwd=ROOT, env=environment(), timeout=120)
-    ranks = [load_file(place / f"rank{r}.safetensors") for r in range(2)]
+    words += ["--rdzv_endpoint", "localhost:0", "-m", "tests.integration.two_ranks", str(place)]
+    subprocess.run([sys.executable, *words], check=True, cwd=ROOT, env=environment(), timeout=180)
+    return [load_file(place / f"rank{r}.safetensors") for r in range(2)]
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_one_step_of_four_rows_equals_four_of_one_and_two_processes(
+    place: Path, accelerator: Accelerator, two_ranks: list[dict[str, torch.Tensor]], mode: str
+) -> None:
+    """D11: 3, 50, 7 and 120 supervised tokens as 4x1, as 1x4 and over two gloo processes, short last windows too; also where
+    the drafter writes the answers, or masks stand behind them."""
     for i, window in enumerate(WINDOWS):
-        together, stats = gradients(accelerator, place / "four", place / "draft", np.array(window), batch_size=4)
-        apart, stats_apart = gradients(accelerator, place / "four", place / "draft", np.array(window), batch_size=1)
+        together, stats = gradients(accelerator, place, np.array(window), batch_size=4, mode=mode)
+        apart, stats_apart = gradients(accelerator, place, np.array(window), batch_size=1, mode=mode)
         scale = max(float(g.abs().max()) for g in together.values())
         for name, g in together.items():
-            for other in (apart[name], ranks[0][f"{i} {name}"], ranks[1][f"{i} {name}"]):
+            for other in (apart[name], *(rank[f"{mode} {i} {name}"] for rank in two_ranks)):
                 torch.testing.assert_close(other, g, rtol=1e-4, atol=1e-6 * scale)
-        for other in (stats_apart, ranks[0][f"{i} stats"], ranks[1][f"{i} stats"]):
+        for other in (stats_apart, *(rank[f"{mode} {i} stats"] for rank in two_ranks)):
             torch.testing.assert_close(other, stats, rtol=1e-5, atol=1e-6)
 
 
