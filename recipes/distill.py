@@ -28,7 +28,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from distill.adapters import attach, drift, load_in_4bit, merged
+from distill.adapters import attach, load_in_4bit, merged
 from distill.batches import Rows, supervised_ids
 from distill.checkpoint import Which, load_weights
 from distill.evaluate import compare, drafting, score_prompts, told_by, verdict, verdict_of_copy
@@ -37,6 +37,7 @@ from distill.fake_quantize import Quantizer, quantized, require_whole
 from distill.guards import tracker
 from distill.inputs import choose_mask, open_inputs, require_reference
 from distill.mask_blocks import Parallel
+from distill.merge import merge_record
 from distill.objective import auto
 from distill.options import give_back_memory
 from distill.parallel import kind_of
@@ -125,13 +126,13 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
     summary = fit(accelerator, model, rows, heldout, settings, config.out, target, reference, _digests(config), send)
     close()
     del model, target, reference
-    model, taken = _trained(config, accelerator, heldout)
+    scoring: dict[str, Any] = config.model_dump(include={"batch_size", "chunk", "block", "draft_sample_method"})
+    model, taken = _trained(config, accelerator, rows, heldout, scoring)
     before = load_model(config.draft).to(accelerator.device)
     summary |= {"losses": dict(settings.losses), "objective": why, "signal": config.signal}
     summary |= {"temperature": config.temperature, "draft_sample_method": config.draft_sample_method}
     summary |= taken | _trained_for(settings)
     sets, lines = {}, []
-    scoring: dict[str, Any] = config.model_dump(include={"batch_size", "chunk", "block", "draft_sample_method"})
     for name, held in heldout.items():
         scores = [
             score_prompts(accelerator, m, held, **scoring, where=f"heldout.{name}, {when} training")
@@ -168,8 +169,10 @@ def _student(config: DistillConfig) -> Any:
     return model
 
 
-def _trained(config: DistillConfig, accelerator: Accelerator, heldout: dict[str, Rows]) -> tuple[Any, dict[str, Any]]:
-    """The trained drafter as a plain model, from its checkpoint, and what is to be said of it: the step, a merge's drift."""
+def _trained(
+    config: DistillConfig, accelerator: Accelerator, rows: Rows, heldout: dict[str, Rows], scoring: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The trained drafter as a plain model, from its checkpoint, and what is to be said of it: the step, and what a merge did."""
     model = _student(config)
     params = freeze(model, config.trainable)
     said = {"taken_step": load_weights(config.out / "checkpoints", _WHICH[config.take], params)["step"]}
@@ -177,9 +180,10 @@ def _trained(config: DistillConfig, accelerator: Accelerator, heldout: dict[str,
     if config.trainable in ("all", "layers"):
         return model, said
     plain = merged(model, config.draft).float().to(accelerator.device)  # never into 4-bit weights (fault D17)
-    real = next(iter(heldout.values())).real if heldout else None
-    texts = [rows.data[i]["input_ids"] for rows in heldout.values() for i in range(min(8, len(rows)))]
-    return plain, said | ({"merge_drift": drift(model, plain, texts, real)} if texts else {})
+    K = config.num_speculative_tokens
+    return plain, said | {
+        "merge_drift": merge_record(accelerator, model, plain, config.draft, heldout, rows, K, **scoring)
+    }
 
 
 def _trained_for(settings: Settings) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from distill.train import Settings, fit
 from pairing.errors import InputError
 from pairing.files import read_jsonl
 from pairing.init import init_drafter
-from pairing.pair import read_pair, update_pair
+from pairing.pair import describe_model, read_pair, update_pair
 from pairing.source import load_model, resolve
 from recipes.distill import main
 from tests import tiny
@@ -323,6 +323,19 @@ def test_adapters_learn_and_are_merged(
     drifted = result["training"]["merge_drift"]
     assert drifted["positions"] > 100
     assert (drifted["kl"] > 1e-4) == (trainable == "qlora")  # the 4-bit base was rounded, the merged one is not
+    assert drifted["base"] == str(place / "draft")
+    assert drifted["base_weights"] == describe_model(resolve(str(place / "draft")))["digests"]["weights"]
+    assert drifted["on"] == "the first 8 prompts of heldout.own"  # which are all there are
+    for figure, key in (("top1", "top1_after"), ("tau", "tau_after")):
+        after = result["sets"]["own"]["after"][figure]
+        assert drifted[key] == pytest.approx(after if figure == "top1" else after["4"])
+    evaluated = [row for row in read_jsonl(out / "metrics.jsonl") if row["kind"] == "eval"][
+        -1
+    ]  # with the adapters beside
+    assert drifted["top1_before"] == pytest.approx(evaluated["top1"])
+    assert drifted["tau_before"] == pytest.approx(evaluated["tau"]["4"])
+    assert (drifted["num_speculative_tokens"], read_pair(out / "drafter")["training"]["merge_drift"]) == (4, drifted)
+    assert f"| merge_drift.base_weights | {drifted['base_weights']} |" in (out / "drafter" / "README.md").read_text()
     trained, draft = (load_model(folder) for folder in (out / "drafter", place / "draft"))
     assert trained.state_dict().keys() == draft.state_dict().keys()
     with torch.no_grad():  # 13 padding rows of 272: none is ever the most likely one
@@ -331,6 +344,18 @@ def test_adapters_learn_and_are_merged(
     head = trained.get_output_embeddings().weight
     mean = head[: tiny.REAL_TOKENS].mean(0)
     torch.testing.assert_close(head[tiny.REAL_TOKENS :], mean.expand(tiny.ROWS - tiny.REAL_TOKENS, -1))
+
+
+def test_a_merge_without_a_heldout_set_is_measured_on_what_was_trained_on(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"draft={place / 'draft'}", f"data={place / 'train'}", f"out={tmp_path / 'out'}", "trainable=lora"]
+    assert main([*words, "lora.rank=2", "max_steps=1", "threads=1", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["training"]["merge_drift"]
+    assert said["on"] == "the first 8 prompts of data: trained on, as no held-out set was given"
+    assert said["positions"] > 100
+    assert said["tau_after"] == pytest.approx(said["tau_before"])
+    assert 0 < said["top1_after"] <= 1
 
 
 def test_made_rows_are_marked_until_they_learnt(
