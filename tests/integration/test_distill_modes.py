@@ -13,11 +13,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+import distill.step
 from distill.answers import open_answers
 from distill.batches import Rows, check_rows, collate, supervised_ids
+from distill.emphasis import worth_learning
 from distill.evaluate import score_prompts, summary
 from distill.fake_quantize import Quantizer, quantized
-from distill.head import Head, head_scores
+from distill.head import Head, head_loss, head_scores
 from distill.losses import LOSSES, NEED_ALL
 from distill.mask_blocks import Parallel
 from distill.quantize import Choice, plan_quantize
@@ -137,6 +139,47 @@ def test_the_modes_differ(accelerator: Accelerator, place: Path, rows: Rows, tar
                 accelerator, place, rows, target if "online" in mode else None, settings(trainable="all", **more)
             )
             assert max(float((a - b).abs().max()) for a, b in zip(plain[1:], other[1:], strict=True)) > 1e-5, mode
+
+
+def test_the_filters_control_does_the_same_work(
+    accelerator: Accelerator, place: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AdaSPEC's filter and its random control learn on equally many positions of each row, others of them, and ask the reference
+    of the same columns: they differ in which positions alone."""
+    answers = rows.supervised_P[:6].tolist()
+    kept: list[torch.Tensor] = []
+    learnt: list[int] = []
+
+    def keep(gap_N: torch.Tensor, row_N: torch.Tensor, share: float) -> torch.Tensor:
+        kept.append(worth_learning(gap_N, row_N, share))
+        counts.extend(torch.bincount(row_N[kept[-1]]).tolist())
+        return kept[-1]
+
+    def loss(hidden_NH: torch.Tensor, *rest: Any) -> Any:
+        learnt.append(len(hidden_NH))
+        return head_loss(hidden_NH, *rest)
+
+    monkeypatch.setattr(distill.step, "worth_learning", keep)
+    monkeypatch.setattr(distill.step, "head_loss", loss)
+    found = []
+    for selection in ("gap", "random"):
+        counts: list[int] = []
+        asked: list[tuple[int, ...]] = []
+        reference, model = load_model(place / "reference"), load_model(place / "draft")
+        reference.get_decoder().register_forward_pre_hook(
+            lambda module, args, kwargs, asked=asked: asked.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        freeze(model, "all")
+        at = settings(trainable="all", batch_size=3, keep_share=0.4, selection=selection)
+        run = ready(accelerator, model, rows, at, get_signal(rows), reference)
+        window_gradients(run, np.arange(6), at.losses, 0)  # type: ignore[arg-type]
+        found.append((counts, asked))
+    assert found[0] == found[1]
+    assert sorted(found[0][0]) == sorted(max(1, round(0.4 * n)) for n in answers)
+    assert learnt[: len(learnt) // 2] == learnt[len(learnt) // 2 :]
+    assert sum(learnt) == 2 * sum(found[0][0])
+    assert len(found[0][1]) == 4  # two batches, each with a prefix of its own
+    assert not torch.equal(torch.cat(kept[:2]), torch.cat(kept[2:]))
 
 
 def test_online_is_the_limit_of_the_cache(place: Path, rows: Rows, target: Target) -> None:
