@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from distill.options import decoder_autocast
 from distill.student import supervised_hidden
 from pairing.acceptance import Replay, acceptance_length_of, replay
 from pairing.bootstrap import interval
+from pairing.errors import PartFailedError
 
 LENGTHS = range(1, 9)  # K for which τ is given
 COMPARED_K = 4
@@ -85,9 +87,11 @@ def score_prompts(
     block: int = Head.block,
     most: int | None = None,
     draft_sample_method: DraftSampling = "greedy",
+    where: str = "evaluation",
 ) -> list[PromptScore]:
     """Scores the first `most` prompts (None: all), shared out over the ranks and gathered; in the rows' order. τ of what follows
-    from them is that of a drafter served with `draft_sample_method`."""
+    from them is that of a drafter served with `draft_sample_method`. Raises PartFailedError, on every rank, naming `where` and
+    the prompt, where a figure is not finite."""
     head, weight = Head(rows.real, chunk, block), model.get_output_embeddings().weight
     by = told_by(rows, draft_sample_method)
 
@@ -116,7 +120,20 @@ def score_prompts(
             )
         return found
 
-    return in_order(accelerator, model, rows, batch_size, most, score)
+    scores = in_order(accelerator, model, rows, batch_size, most, score)
+    for s in scores:
+        require_finite(where, s.id, [s.alpha_low, s.alpha_high, *chain.from_iterable(s.ratio)])
+    return scores
+
+
+def require_finite(where: str, prompt: str, figures: Sequence[float] | NDArray[Any]) -> None:
+    """Raises PartFailedError where one of a prompt's figures is NaN or infinite: what a training that diverged, or a damaged
+    weight, gives. Asked of what was gathered, so that no rank waits for one that has stopped."""
+    if not np.isfinite(figures).all():
+        raise PartFailedError(
+            f"{where}: the drafter gives figures that are not finite on prompt {prompt}; what was saved before, checkpoints too, "
+            "is as it was: lower lr, or look at the draft's weights and at that prompt"
+        )
 
 
 def in_order(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from distill.batches import Batch, Ints, Rows, answer_lengths
 from distill.emphasis import starts
-from distill.evaluate import By, in_order, told_by
+from distill.evaluate import By, in_order, require_finite, told_by
 from distill.head import Head, head_scores
 from distill.mask_blocks import with_blocks
 from distill.objective import DraftSampling
@@ -61,9 +61,10 @@ def score_rounds(
     block: int = Head.block,
     most: int | None = None,
     draft_sample_method: DraftSampling = "greedy",
+    where: str = "evaluation",
 ) -> list[PromptRounds]:
     """Every start of the first `most` prompts (None: all), shared out over the ranks and gathered; in the rows' order. τ of what
-    follows from them is that of a drafter served with `draft_sample_method`."""
+    follows from them is that of a drafter served with `draft_sample_method`. Raises PartFailedError as `score_prompts` does."""
     K, head, weight = num_speculative_tokens, Head(rows.real, chunk, block), model.get_output_embeddings().weight
     by = told_by(rows, draft_sample_method)
 
@@ -95,7 +96,10 @@ def score_rounds(
             found.append(PromptRounds(batch.ids[b], accepted, ratio, by, masks))
         return found
 
-    return in_order(accelerator, model, rows, batch_size, most, score)
+    rounds = in_order(accelerator, model, rows, batch_size, most, score)
+    for s in rounds:
+        require_finite(f"{where}, with masks", s.id, np.concatenate(s.ratio))
+    return rounds
 
 
 def rounds_summary(scores: Sequence[PromptRounds]) -> dict[str, Any]:

@@ -49,12 +49,13 @@ def spike(losses: Sequence[float]) -> bool:
     return min(last) > middle + max(SPREADS * spread, LEAST * abs(middle))
 
 
-def spike_or_stop(step: int, losses: Sequence[float], warmup_steps: int) -> None:
-    """Raises PartFailedError on a spike after the learning rate's warm-up. `losses` are those of steps 1 to `step`."""
+def spike_or_stop(step: int, losses: Sequence[float], warmup_steps: int, of: str = "") -> None:
+    """Raises PartFailedError on a spike after the learning rate's warm-up. `losses` are those of steps 1 to `step`, or of those
+    steps among them that are `of` one kind."""
     if step > warmup_steps + PATIENCE and spike(losses[-(RECENT + PATIENCE) :]):
         usual = statistics.median(losses[-(RECENT + PATIENCE) : -PATIENCE])
         raise PartFailedError(
-            f"step {step}: the loss has been above {min(losses[-PATIENCE:]):.3g} for {PATIENCE} steps, where {usual:.3g} was "
+            f"step {step}: the loss has been above {min(losses[-PATIENCE:]):.3g} for {PATIENCE} {of}steps, where {usual:.3g} was "
             "usual before; checkpoints are as they were: lower lr or clip harder, and start again from the last checkpoint"
         )
 

@@ -25,6 +25,7 @@ from distill.objective import weights_at, without_answers
 from distill.on_policy import continued
 from distill.options import decoder_autocast
 from distill.parallel import (
+    Kind,
     Named,
     Prepared,
     backward,
@@ -58,9 +59,18 @@ class Run:
 
 
 def ready(
-    accelerator: Accelerator, model: Any, rows: Rows, settings: Settings, signal: GetSignal, reference: Any = None
+    accelerator: Accelerator,
+    model: Any,
+    rows: Rows,
+    settings: Settings,
+    signal: GetSignal,
+    reference: Any = None,
+    layout: tuple[Kind, Literal[2, 3]] | None = None,
 ) -> Run:
-    """Prepares `model`, whose requires_grad flags say what learns, for steps on this accelerator's processes."""
+    """Prepares `model`, whose requires_grad flags say what learns, for steps on this accelerator's processes.
+
+    `layout`: how the weights lie, and ZeRO's stage where they are DeepSpeed's; None: as accelerate was launched.
+    """
     known: dict[str, Loss] = {**LOSSES, "jsd": partial(jsd, beta=settings.jsd_beta)}
     head = Head(rows.real, settings.chunk, settings.block, {name: known[name] for name in settings.reported})
     signal = signal_of(signal)
@@ -71,13 +81,17 @@ def ready(
         return batch_loss(hidden_NH, model.get_output_embeddings().weight, signal(batch), batch, weights, step, settings, head,
                           reference)  # fmt: skip
 
-    kind = kind_of(accelerator)
+    kind, zero = layout or _launched(accelerator)
     if settings.quantizer is not None:
         require_whole(kind)
-    zero: Literal[2, 3] = 3 if kind == "deepspeed" and accelerator.deepspeed_plugin.zero_stage == 3 else 2
     config = deepspeed_config(zero, settings.batch_size, settings.clip) if kind == "deepspeed" else None
     prepared = prepare(kind, model, loss_of, partial(optimizer_of, settings), config)
     return Run(accelerator, model, rows, settings, signal, head, prepared)
+
+
+def _launched(accelerator: Accelerator) -> tuple[Kind, Literal[2, 3]]:
+    kind = kind_of(accelerator)
+    return kind, 3 if kind == "deepspeed" and accelerator.deepspeed_plugin.zero_stage == 3 else 2
 
 
 def optimizer_of(settings: Settings, params: Named) -> torch.optim.Optimizer:

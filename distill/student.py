@@ -36,10 +36,12 @@ def supervised_hidden(model: Any, batch: Batch) -> torch.Tensor:
 
     The columns that all rows of a batch share (a system prompt, few-shot examples) run once, as one row, and every row
     attends to their keys and values. Causal attention makes that exact, gradients too; on chat prompts it saves
-    half of the decoder's work. Rows are padded on the right, so the causal mask alone keeps padding out. Mask tokens
-    (`batch.blocks`) bring positions and an attention mask of their own.
+    half of the decoder's work. A decoder that hands on more than keys and values runs whole rows. Rows are padded on the right,
+    so the causal mask alone keeps padding out. Mask tokens (`batch.blocks`) bring positions and an attention mask of their own.
     """
-    decoder, cache, shared, more = model.get_decoder(), None, batch.shared, {}
+    decoder: Any = model.get_decoder()
+    cache, more = None, {}
+    shared = batch.shared if batch.shared and _keys_alone(decoder) else 0
     if batch.blocks is not None:
         window = window_of(decoder.config)
         shared = 0 if window else shared  # a sliding window's cache drops the columns that left it
@@ -50,10 +52,21 @@ def supervised_hidden(model: Any, batch: Batch) -> torch.Tensor:
             layer.keys = layer.keys.expand(len(batch.input_BL), -1, -1, -1)
             layer.values = layer.values.expand(len(batch.input_BL), -1, -1, -1)
             layer.update = _kept_as_it_is(layer)
-    out = decoder(input_ids=batch.input_BL[:, shared:], past_key_values=cache, use_cache=cache is not None, **more)
+        more["past_key_values"] = cache
+    out = decoder(input_ids=batch.input_BL[:, shared:], use_cache=cache is not None, **more)
     for layer in cache.layers if cache is not None else ():
         del layer.update  # it refers to its layer: a circle would keep both until the next collection
     return out.last_hidden_state[batch.row_N, batch.column_N - shared]
+
+
+def _keys_alone(decoder: Any) -> bool:
+    """Whether every layer hands on keys and values and nothing else, so that a prefix's cache stands in for its columns in all
+    rows. Linear attention (Qwen3-Next, Falcon-H1, Jamba) hands on a state that each row then writes over, others an index.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    layers = DynamicCache(config=decoder.config).layers  # what the decoder makes for itself
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
 def _kept_as_it_is(layer: Any) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ from distill.guards import spike_or_stop
 from distill.objective import weights_at
 from distill.options import checkpoint_layers, compile_layers
 from distill.parallel import whole
-from distill.settings import Settings, quantizer_at, require_possible, steps_of
+from distill.settings import Settings, on_policy, quantizer_at, require_possible, steps_of
 from distill.signals import Target, get_signal, require_plain_target
 from distill.step import Run, optimizer_step, ready
 from distill.student import freeze, require_plain_head
@@ -91,8 +91,8 @@ def fit(
         compile_layers(model)
     run = ready(accelerator, model, rows, settings, signal, reference)
     out_at = _Out(accelerator, out, dict(digests or {}), send)
-    at = _resume(run, out_at)
-    size, history = at.rows_per_step, _History()
+    at, history = _resume(run, out_at)
+    size = at.rows_per_step
     per_epoch, total = steps_of(settings, rows, size)
     order, ordered = windows(rows, settings.seed, at.step // per_epoch, size), at.step // per_epoch
     start, before, last, budget = time.monotonic(), at.seconds, 0.0, (settings.minutes or 0) * 60
@@ -112,18 +112,15 @@ def fit(
             window = order[index]
             shown = at.seconds
             row = optimizer_step(run, window, at.step, progress)
-            minimised = weights_at(settings.losses, progress)
-            minimised |= {
-                "quantizer": float(quantizer_at(settings, progress) is not None)
-            }  # 4 bits may raise the loss for good
-            history.add(at.step + 1, row["loss"], minimised, progress > settings.warmup)
+            history.add(at.step + 1, row["loss"], progress)
+            history.judge(at.step + 1)
             now = _agree(accelerator, before + time.monotonic() - start)
             last, at.seconds = now - at.seconds, now
             at.step, at.tokens = at.step + 1, at.tokens + int(row["supervised"])
             at.mask_tokens += int(row.get("masks", 0))
             rate = float(rows.tokens_P[window].sum()) / max(last, 1e-9)
             counted = {"tokens": at.tokens} | ({"mask_tokens": at.mask_tokens} if settings.parallel is not None else {})
-            row = {"kind": "train", "step": at.step, "epoch": epoch} | counted | row
+            row = {"kind": "train", "step": at.step, "epoch": epoch, "progress": progress} | counted | row
             _log(out_at, row | {"tokens_per_s": round(rate, 1), "seconds": round(at.seconds, 2)})
             note = f"loss {row['loss']:.3f}  top-1 {row['top1']:.3f}  {rate:.0f} tok/s"
             advance(int(at.seconds) - int(shown) if budget else 1, note)
@@ -155,18 +152,32 @@ def _agree(accelerator: Accelerator, seconds: float) -> float:
 
 
 @dataclass
-class _History:
-    """Losses since the weights last changed and the warm-up ended: what a spike is judged against."""
+class History:
+    """Losses since the weights last changed and the warm-up ended: what a spike is judged against.
 
-    losses: list[float] = field(default_factory=list)
+    Those of steps on the drafter's own answers are apart: what such a step minimises, and over which positions it takes the mean,
+    is another thing, so the two kinds have levels of their own.
+    """
+
+    settings: Settings
+    losses: dict[bool, list[float]] = field(default_factory=dict)  # on-policy or not
     weights: dict[str, float] = field(default_factory=dict)
 
-    def add(self, step: int, loss: float, weights: dict[str, float], warm: bool) -> None:
-        if weights != self.weights or not warm:
+    def add(self, step: int, loss: float, progress: float) -> None:
+        """The loss of step `step`, counted from 1."""
+        weights = weights_at(self.settings.losses, progress)
+        # 4 bits may raise the loss for good
+        weights |= {"quantizer": float(quantizer_at(self.settings, progress) is not None)}
+        if weights != self.weights or progress <= self.settings.warmup:
             self.losses.clear()
         self.weights = weights
-        self.losses.append(loss)
-        spike_or_stop(step, self.losses, 0)
+        self.losses.setdefault(on_policy(self.settings, step - 1), []).append(loss)
+
+    def judge(self, step: int) -> None:
+        """Raises PartFailedError where the loss of step `step`, the last that was added, ends a spike."""
+        kind = on_policy(self.settings, step - 1)
+        of = "" if not self.settings.on_policy else "on-policy " if kind else "plain "
+        spike_or_stop(step, self.losses[kind], 0, of)
 
 
 @dataclass(frozen=True)
@@ -179,31 +190,26 @@ class _Out:
     send: Send
 
 
-def _resume(run: Run, out: _Out) -> Position:
-    """Where the newest checkpoint stood, or a beginning. Rows per step stay what they were, whatever the processes now."""
+def _resume(run: Run, out: _Out) -> tuple[Position, History]:
+    """Where the newest checkpoint stood and the losses until then, or a beginning. Rows per step stay what they were, whatever
+    the processes now."""
     prepared, settings, accelerator = run.prepared, run.settings, run.accelerator
     state = load_checkpoint(out.folder / "checkpoints", prepared.params, prepared.optimizer, digests=out.digests)
     size = settings.batch_size * settings.accumulation * accelerator.num_processes
     at = Position(**state) if state else Position(rows_per_step=size)
-    if state and "mask_tokens" not in state and settings.parallel is not None:
-        _count_apart(at, run)
+    kept: list[dict[str, Any]] = []
     if accelerator.is_main_process:
         # what was logged after the checkpoint is done again
         kept = [row for row in read_jsonl(out.folder / "metrics.jsonl") if state and row["step"] <= at.step]
         write_text(out.folder / "metrics.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
     accelerator.wait_for_everyone()
-    return at
-
-
-def _count_apart(at: Position, run: Run) -> None:
-    """Of a run that began when mask tokens were counted with the others: the text's tokens follow from its steps, the rest are
-    masks. (Where on-policy steps wrote answers of other lengths that is near the truth only.)"""
-    per_epoch, _ = steps_of(run.settings, run.rows, at.rows_per_step)
-    text = 0
-    for epoch in range(math.ceil(at.step / per_epoch)):
-        for window in windows(run.rows, run.settings.seed, epoch, at.rows_per_step)[: at.step - epoch * per_epoch]:
-            text += int(run.rows.supervised_P[window].sum())
-    at.tokens, at.mask_tokens = text, at.tokens - text
+    history = History(settings)
+    if accelerator.num_processes > 1:  # the folder may be the main process's alone, and all ranks must stop alike
+        (kept,) = broadcast_object_list([kept])
+    for row in kept:
+        if "progress" in row:  # a step's
+            history.add(row["step"], row["loss"], row["progress"])
+    return at, history
 
 
 def _save(run: Run, out: _Out, at: Position, figure: float | None) -> None:
@@ -233,6 +239,7 @@ def _evaluate(run: Run, heldout: Mapping[str, Rows], step: int, out: _Out) -> fl
              "most": settings.eval_prompts, "draft_sample_method": settings.draft_sample_method}  # fmt: skip
     with whole(run.prepared), quantized(run.model, settings.quantizer):
         for name, rows in heldout.items():
+            sizes["where"] = f"step {step}, heldout.{name}"
             scores = score_prompts(run.accelerator, run.model, rows, **sizes)
             row: dict[str, Any] = {"kind": "eval", "step": step, "set": name} | summary(scores)
             tau = replay([w for s in scores for w in s.w], settings.num_speculative_tokens).acceptance_length

@@ -28,7 +28,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from distill.adapters import attach, drift, load_in_4bit, merged
+from distill.adapters import attach, load_in_4bit, merged
 from distill.batches import Rows, supervised_ids
 from distill.checkpoint import Which, load_weights
 from distill.evaluate import compare, drafting, score_prompts, told_by, verdict, verdict_of_copy
@@ -37,6 +37,7 @@ from distill.fake_quantize import Quantizer, quantized, require_whole
 from distill.guards import tracker
 from distill.inputs import choose_mask, open_inputs, require_reference
 from distill.mask_blocks import Parallel, window_of
+from distill.merge import merge_record
 from distill.objective import auto
 from distill.options import give_back_memory
 from distill.parallel import kind_of
@@ -127,7 +128,8 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
     summary = fit(accelerator, model, rows, heldout, settings, config.out, target, reference, _digests(config), send)
     close()
     del model, target, reference
-    model, taken = _trained(config, accelerator, heldout)
+    scoring: dict[str, Any] = config.model_dump(include={"batch_size", "chunk", "block", "draft_sample_method"})
+    model, taken = _trained(config, accelerator, rows, heldout, scoring)
     before = load_model(config.draft).to(accelerator.device)
     for one in (before, model):
         settle_mask(one, draft, mask_id)
@@ -135,17 +137,21 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
     summary |= {"temperature": config.temperature, "draft_sample_method": config.draft_sample_method}
     summary |= taken | _trained_for(settings)
     sets, lines = {}, []
-    scoring: dict[str, Any] = config.model_dump(include={"batch_size", "chunk", "block", "draft_sample_method"})
     for name, held in heldout.items():
-        scores = [score_prompts(accelerator, m, held, **scoring) for m in (before, model)]
+        scores = [
+            score_prompts(accelerator, m, held, **scoring, where=f"heldout.{name}, {when} training")
+            for when, m in (("before", before), ("after", model))
+        ]
         sets[name] = compare(*scores) | {"drafting": drafts[name]}
         if parallel is not None:
             K = max(config.num_speculative_tokens, parallel.num_speculative_tokens)
-            old, new = (score_rounds(accelerator, m, held, parallel.mask_id, K, **scoring) for m in (before, model))
+            how_scored = scoring | {"where": f"heldout.{name}"}
+            old, new = (score_rounds(accelerator, m, held, parallel.mask_id, K, **how_scored) for m in (before, model))
             sets[name]["parallel"] = compare_rounds(old, new, config.num_speculative_tokens)
         if settings.quantizer is not None:
             with quantized(model, settings.quantizer):
-                copy = compare(scores[1], score_prompts(accelerator, model, held, **scoring))
+                in_4_bits = score_prompts(accelerator, model, held, **scoring, where=f"heldout.{name}, 4-bit copy")
+            copy = compare(scores[1], in_4_bits)
             sets[name]["quantized"] = {"after": copy["after"], "change": copy["change"]}
         for b, a in zip(*scores, strict=True):
             lines.append({"set": name, "id": a.id, "tags": a.tags, "w_before": b.w, "w_after": a.w})
@@ -167,8 +173,10 @@ def _student(config: DistillConfig) -> Any:
     return model
 
 
-def _trained(config: DistillConfig, accelerator: Accelerator, heldout: dict[str, Rows]) -> tuple[Any, dict[str, Any]]:
-    """The trained drafter as a plain model, from its checkpoint, and what is to be said of it: the step, a merge's drift."""
+def _trained(
+    config: DistillConfig, accelerator: Accelerator, rows: Rows, heldout: dict[str, Rows], scoring: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The trained drafter as a plain model, from its checkpoint, and what is to be said of it: the step, and what a merge did."""
     model = _student(config)
     params = freeze(model, config.trainable)
     said = {"taken_step": load_weights(config.out / "checkpoints", _WHICH[config.take], params)["step"]}
@@ -176,9 +184,10 @@ def _trained(config: DistillConfig, accelerator: Accelerator, heldout: dict[str,
     if config.trainable in ("all", "layers"):
         return model, said
     plain = merged(model, config.draft).float().to(accelerator.device)  # never into 4-bit weights (fault D17)
-    real = next(iter(heldout.values())).real if heldout else None
-    texts = [rows.data[i]["input_ids"] for rows in heldout.values() for i in range(min(8, len(rows)))]
-    return plain, said | ({"merge_drift": drift(model, plain, texts, real)} if texts else {})
+    K = config.num_speculative_tokens
+    return plain, said | {
+        "merge_drift": merge_record(accelerator, model, plain, config.draft, heldout, rows, K, **scoring)
+    }
 
 
 def _trained_for(settings: Settings) -> dict[str, Any]:

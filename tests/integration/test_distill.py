@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import distill.step
 import distill.train
@@ -28,8 +29,9 @@ from distill.answers import open_answers
 from distill.batches import Ints, Rows, check_rows
 from distill.checkpoint import load_checkpoint, save_checkpoint
 from distill.head import head_loss
+from distill.mask_blocks import Parallel
 from distill.settings import learning_rate
-from distill.signals import get_signal
+from distill.signals import get_signal, online
 from distill.step import optimizer_of, optimizer_step, ready, window_gradients
 from distill.student import freeze
 from distill.train import Position, Settings, fit
@@ -76,15 +78,25 @@ def rows_of(folder: Path) -> Rows:
     return check_rows(open_answers(folder), "data", **limits)
 
 
+# what a step may be made of that changes which positions there are, and so what it divides by
+MODES: dict[str, dict[str, Any]] = {
+    "cached": {},
+    "online, on-policy": {"losses": {"jsd": 1.0}, "on_policy": 1.0},
+    "masks": {"parallel": Parallel(4, tiny.REAL_TOKENS + 1, keep=0.8), "survival": "probabilistic"},
+    "masks, online, on-policy": {"parallel": Parallel(3, tiny.REAL_TOKENS + 1), "losses": {"jsd": 1.0}, "on_policy": 1.0},
+}  # fmt: skip
+
+
 def gradients(
-    accelerator: Accelerator, answers: Path, draft: Path, window: Ints, batch_size: int, trainable: str = "all"
+    accelerator: Accelerator, place: Path, window: Ints, batch_size: int, mode: str = "cached"
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The window's gradient by name, and the logged means."""
-    settings = Settings(**{**BASE, "batch_size": batch_size, "trainable": trainable, "max_steps": 1})
-    model = load_model(draft)
+    """The window's gradient by name, and the logged means, of the answers in `place`/four."""
+    settings = Settings(**{**BASE, "batch_size": batch_size, "trainable": "all", "max_steps": 1, **MODES[mode]})
+    model = load_model(place / "draft")
     params = freeze(model, settings.trainable)
-    rows = rows_of(answers)
-    run = ready(accelerator, model, rows, settings, get_signal(rows))
+    rows = rows_of(place / "four")
+    target = online(load_model(place / "target"), "target", "cpu", "cpu") if "online" in mode else None
+    run = ready(accelerator, model, rows, settings, get_signal(rows, target))
     stats = window_gradients(run, window, settings.losses, 0)  # type: ignore[arg-type]
     grads = {name: p.grad.clone() for name, p in params if p.grad is not None}
     assert len(grads) == len(params)
@@ -94,21 +106,29 @@ def gradients(
 # ---------------------------------------------------------------- gradients
 
 
-def test_one_step_of_four_rows_equals_four_of_one_and_two_processes(place: Path, accelerator: Accelerator) -> None:
-    """D11: 3, 50, 7 and 120 supervised tokens as 4x1, as 1x4 and over two gloo processes, short last windows too."""
+@pytest.fixture(scope="module")
+def two_ranks(place: Path) -> list[dict[str, torch.Tensor]]:
+    """What each of two gloo processes has for every mode and window."""
     words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--rdzv_backend", "c10d"]
-    words += ["--rdzv_endpoint", "localhost:0", "-m", "tests.integration.two_ranks"]
-    words += [str(place / "four"), str(place / "draft"), str(place)]
-    subprocess.run([sys.executable, *words], check=True, cwd=ROOT, env=environment(), timeout=120)
-    ranks = [load_file(place / f"rank{r}.safetensors") for r in range(2)]
+    words += ["--rdzv_endpoint", "localhost:0", "-m", "tests.integration.two_ranks", str(place)]
+    subprocess.run([sys.executable, *words], check=True, cwd=ROOT, env=environment(), timeout=180)
+    return [load_file(place / f"rank{r}.safetensors") for r in range(2)]
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_one_step_of_four_rows_equals_four_of_one_and_two_processes(
+    place: Path, accelerator: Accelerator, two_ranks: list[dict[str, torch.Tensor]], mode: str
+) -> None:
+    """D11: 3, 50, 7 and 120 supervised tokens as 4x1, as 1x4 and over two gloo processes, short last windows too; also where
+    the drafter writes the answers, or masks stand behind them."""
     for i, window in enumerate(WINDOWS):
-        together, stats = gradients(accelerator, place / "four", place / "draft", np.array(window), batch_size=4)
-        apart, stats_apart = gradients(accelerator, place / "four", place / "draft", np.array(window), batch_size=1)
+        together, stats = gradients(accelerator, place, np.array(window), batch_size=4, mode=mode)
+        apart, stats_apart = gradients(accelerator, place, np.array(window), batch_size=1, mode=mode)
         scale = max(float(g.abs().max()) for g in together.values())
         for name, g in together.items():
-            for other in (apart[name], ranks[0][f"{i} {name}"], ranks[1][f"{i} {name}"]):
+            for other in (apart[name], *(rank[f"{mode} {i} {name}"] for rank in two_ranks)):
                 torch.testing.assert_close(other, g, rtol=1e-4, atol=1e-6 * scale)
-        for other in (stats_apart, ranks[0][f"{i} stats"], ranks[1][f"{i} stats"]):
+        for other in (stats_apart, *(rank[f"{mode} {i} stats"] for rank in two_ranks)):
             torch.testing.assert_close(other, stats, rtol=1e-5, atol=1e-6)
 
 
@@ -216,6 +236,70 @@ def test_a_loss_that_is_not_finite_stops_with_the_reason_and_keeps_the_checkpoin
     assert all(bool(torch.isfinite(t).all()) for t in weights.values())
     assert fit(accelerator, load_model(place / "draft"), rows, {}, settings, tmp_path)["steps"] == 9
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, 10))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_an_evaluation_that_is_not_finite_stops_with_the_reason_and_keeps_the_checkpoints(
+    place: Path, accelerator: Accelerator, tmp_path: Path
+) -> None:
+    """A rate so high that the very next step's weights give NaN, met by the evaluation before any loss is."""
+    rows, held = rows_of(place / "train"), {"own": rows_of(place / "held")}
+    good = Settings(**{**BASE, "max_steps": 2, "checkpoint_every": 1})
+    fit(accelerator, load_model(place / "draft"), rows, held, good, tmp_path)
+    before = files_of(tmp_path / "checkpoints")
+    wild = replace(good, max_steps=5, lr=1e25, warmup=0.0, eval_every=1)
+    with pytest.raises(PartFailedError, match=r"^step 3, heldout\.own: .* not finite on prompt \w+;.*lower lr") as e:
+        fit(accelerator, load_model(place / "draft"), rows, held, wild, tmp_path)
+    assert "\n" not in str(e.value)
+    assert len(before) == 6
+    assert files_of(tmp_path / "checkpoints") == before
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl") if row["kind"] == "eval"] == [0, 2]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("eval_prompts", [8, 2])
+def test_a_damaged_row_that_only_a_heldout_prompt_meets_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], eval_prompts: int
+) -> None:
+    """The head is untied, so nothing else sees the row: met by the first evaluation, or by the last where that one is of other
+    prompts."""
+    target = tiny.folder(tmp_path / "target", layers=2, tied=False)
+    init_drafter(resolve(str(target)), tmp_path / "draft", [0, 1])
+    store(tmp_path / "train", answered(target, 8, seed=1), target)
+    held = made_up([5, 4, 6], seed=3)
+    known = {i for row in open_answers(tmp_path / "train").data for i in row["input_ids"]}
+    last = max(held, key=lambda answer: answer.prompt.id)  # rows are in the order of their ids
+    known |= {i for answer in held if answer is not last for i in answer.input_ids}
+    lone = next(i for i in last.input_ids[:20] if i not in known)
+    store(tmp_path / "held", held, target)
+    weights = load_file(tmp_path / "draft" / "model.safetensors")
+    weights["model.embed_tokens.weight"][lone, 0] = torch.nan
+    save_file(weights, tmp_path / "draft" / "model.safetensors", {"format": "pt"})
+    out = tmp_path / "out"
+    more = {
+        "max_steps": 2,
+        "epochs": "null",
+        "checkpoint_every": 1,
+        "trainable": "layers",
+        "eval_prompts": eval_prompts,
+    }
+    monkeypatch.setattr(sys, "argv", ["distill", *keys(tmp_path, out, **more)])
+    seen = []
+    for _ in range(2):  # started again it says the same
+        assert guarded(main) == 3
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        (line,) = [line for line in said.splitlines() if line.startswith("failed: ")]
+        first = "step 0, heldout.own: " if eval_prompts == 8 else "heldout.own, before training: "
+        assert line.startswith(
+            f"failed: {first}the drafter gives figures that are not finite on prompt {last.prompt.id}; "
+        )
+        seen.append(files_of(out / "checkpoints"))
+    assert len(seen[0]) == (0 if eval_prompts == 8 else 6)
+    assert seen[1] == seen[0]
 
 
 # ---------------------------------------------------------------- the recipe in processes

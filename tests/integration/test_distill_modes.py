@@ -13,11 +13,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+import distill.step
 from distill.answers import open_answers
 from distill.batches import Rows, check_rows, collate, supervised_ids
+from distill.emphasis import worth_learning
 from distill.evaluate import score_prompts, summary
 from distill.fake_quantize import Quantizer, quantized
-from distill.head import Head, head_scores
+from distill.head import Head, head_loss, head_scores
 from distill.losses import LOSSES, NEED_ALL
 from distill.mask_blocks import Parallel
 from distill.quantize import Choice, plan_quantize
@@ -29,7 +31,7 @@ from distill.train import Settings, fit
 from pairing.errors import InputError
 from pairing.files import read_jsonl
 from pairing.init import init_drafter
-from pairing.pair import read_pair, update_pair
+from pairing.pair import describe_model, read_pair, update_pair
 from pairing.source import load_model, resolve
 from recipes.distill import main
 from tests import tiny
@@ -137,6 +139,47 @@ def test_the_modes_differ(accelerator: Accelerator, place: Path, rows: Rows, tar
                 accelerator, place, rows, target if "online" in mode else None, settings(trainable="all", **more)
             )
             assert max(float((a - b).abs().max()) for a, b in zip(plain[1:], other[1:], strict=True)) > 1e-5, mode
+
+
+def test_the_filters_control_does_the_same_work(
+    accelerator: Accelerator, place: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AdaSPEC's filter and its random control learn on equally many positions of each row, others of them, and ask the reference
+    of the same columns: they differ in which positions alone."""
+    answers = rows.supervised_P[:6].tolist()
+    kept: list[torch.Tensor] = []
+    learnt: list[int] = []
+
+    def keep(gap_N: torch.Tensor, row_N: torch.Tensor, share: float) -> torch.Tensor:
+        kept.append(worth_learning(gap_N, row_N, share))
+        counts.extend(torch.bincount(row_N[kept[-1]]).tolist())
+        return kept[-1]
+
+    def loss(hidden_NH: torch.Tensor, *rest: Any) -> Any:
+        learnt.append(len(hidden_NH))
+        return head_loss(hidden_NH, *rest)
+
+    monkeypatch.setattr(distill.step, "worth_learning", keep)
+    monkeypatch.setattr(distill.step, "head_loss", loss)
+    found = []
+    for selection in ("gap", "random"):
+        counts: list[int] = []
+        asked: list[tuple[int, ...]] = []
+        reference, model = load_model(place / "reference"), load_model(place / "draft")
+        reference.get_decoder().register_forward_pre_hook(
+            lambda module, args, kwargs, asked=asked: asked.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        freeze(model, "all")
+        at = settings(trainable="all", batch_size=3, keep_share=0.4, selection=selection)
+        run = ready(accelerator, model, rows, at, get_signal(rows), reference)
+        window_gradients(run, np.arange(6), at.losses, 0)  # type: ignore[arg-type]
+        found.append((counts, asked))
+    assert found[0] == found[1]
+    assert sorted(found[0][0]) == sorted(max(1, round(0.4 * n)) for n in answers)
+    assert learnt[: len(learnt) // 2] == learnt[len(learnt) // 2 :]
+    assert sum(learnt) == 2 * sum(found[0][0])
+    assert len(found[0][1]) == 4  # two batches, each with a prefix of its own
+    assert not torch.equal(torch.cat(kept[:2]), torch.cat(kept[2:]))
 
 
 def test_online_is_the_limit_of_the_cache(place: Path, rows: Rows, target: Target) -> None:
@@ -323,6 +366,18 @@ def test_adapters_learn_and_are_merged(
     drifted = result["training"]["merge_drift"]
     assert drifted["positions"] > 100
     assert (drifted["kl"] > 1e-4) == (trainable == "qlora")  # the 4-bit base was rounded, the merged one is not
+    assert drifted["base"] == str(place / "draft")
+    assert drifted["base_weights"] == describe_model(resolve(str(place / "draft")))["digests"]["weights"]
+    assert drifted["on"] == "the first 8 prompts of heldout.own"  # which are all there are
+    for figure, key in (("top1", "top1_after"), ("tau", "tau_after")):
+        after = result["sets"]["own"]["after"][figure]
+        assert drifted[key] == pytest.approx(after if figure == "top1" else after["4"])
+    # with the adapters beside the base, as it was trained
+    *_, evaluated = (row for row in read_jsonl(out / "metrics.jsonl") if row["kind"] == "eval")
+    assert drifted["top1_before"] == pytest.approx(evaluated["top1"])
+    assert drifted["tau_before"] == pytest.approx(evaluated["tau"]["4"])
+    assert (drifted["num_speculative_tokens"], read_pair(out / "drafter")["training"]["merge_drift"]) == (4, drifted)
+    assert f"| merge_drift.base_weights | {drifted['base_weights']} |" in (out / "drafter" / "README.md").read_text()
     trained, draft = (load_model(folder) for folder in (out / "drafter", place / "draft"))
     assert trained.state_dict().keys() == draft.state_dict().keys()
     with torch.no_grad():  # 13 padding rows of 272: none is ever the most likely one
@@ -331,6 +386,18 @@ def test_adapters_learn_and_are_merged(
     head = trained.get_output_embeddings().weight
     mean = head[: tiny.REAL_TOKENS].mean(0)
     torch.testing.assert_close(head[tiny.REAL_TOKENS :], mean.expand(tiny.ROWS - tiny.REAL_TOKENS, -1))
+
+
+def test_a_merge_without_a_heldout_set_is_measured_on_what_was_trained_on(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"draft={place / 'draft'}", f"data={place / 'train'}", f"out={tmp_path / 'out'}", "trainable=lora"]
+    assert main([*words, "lora.rank=2", "max_steps=1", "threads=1", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["training"]["merge_drift"]
+    assert said["on"] == "the first 8 prompts of data: trained on, as no held-out set was given"
+    assert said["positions"] > 100
+    assert said["tau_after"] == pytest.approx(said["tau_before"])
+    assert 0 < said["top1_after"] <= 1
 
 
 def test_made_rows_are_marked_until_they_learnt(

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from distill.answers import Answers, open_answers
 from distill.batches import Rows, answer_lengths, check_rows, collate, micro_batches, to_device, windows
+from distill.losses import FullSignal
 from distill.prompts import prompt
+from distill.signals import get_signal, online, require_plain_target
 from distill.student import freeze, require_plain_head, supervised_hidden
 from pairing.errors import InputError
 from tests import tiny
@@ -129,6 +132,67 @@ def test_hidden_states_with_a_shared_prefix_are_the_plain_ones_gradients_too(row
     for got, expected in zip(found[0][1], found[1][1], strict=True):
         # the model's norms compute in float32 whatever its type
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": tiny.ROWS, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 512,
+}  # fmt: skip
+WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
+    "every layer": ("Mistral", {"num_hidden_layers": 3}),
+    "every other": ("Gemma3", {"num_hidden_layers": 4, "head_dim": 32,
+                               "layer_types": ["sliding_attention", "full_attention"] * 2}),
+}  # fmt: skip
+HYBRID: dict[str, dict[str, Any]] = {
+    "Qwen3Next": {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                  "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+                  "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "FalconH1": {"num_hidden_layers": 2, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 16},
+    "Jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8},
+}  # fmt: skip
+
+
+def made(kind: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    config = f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config"
+    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, config)(**SMALL, **more)).float().eval()
+
+
+@pytest.mark.parametrize("kind", list(WINDOWED))
+def test_a_prefix_longer_than_a_sliding_window_is_shared_exactly(rows: Rows, kind: str) -> None:
+    """Hidden states and gradients of a window of 5 columns with more than twice as many shared; a wider one has others."""
+    batch = collate(rows, np.arange(len(rows)))
+    assert batch.shared > 10
+    found = []
+    for window, b in ((5, batch), (5, replace(batch, shared=0)), (500, replace(batch, shared=0))):
+        name, more = WINDOWED[kind]
+        model = made(name, **more, sliding_window=window).double()
+        params = freeze(model, "all")
+        hidden = supervised_hidden(model, b)
+        (hidden * torch.linspace(-1, 1, hidden.numel(), dtype=torch.float64).view_as(hidden)).sum().backward()
+        found.append((hidden.detach(), [p.grad for _, p in params if p.grad is not None]))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
+    assert len(found[0][1]) == len(found[1][1]) > 20
+    for got, expected in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+    assert not torch.allclose(found[1][0], found[2][0], rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("kind", list(HYBRID))
+def test_an_online_target_with_linear_attention_runs_whole_rows(rows: Rows, kind: str) -> None:
+    """Its layers hand on a state that no two rows can share; what it says is what it says of each row alone."""
+    target = online(made(kind, **HYBRID[kind]), "target", "cpu", "cpu")
+    batch = collate(rows, np.arange(len(rows)))
+    assert batch.shared > 0
+    require_plain_target(target, batch)
+    signal = get_signal(rows, target)(batch)
+    assert isinstance(signal, FullSignal)
+    ours_NV = signal.hidden_NH @ signal.weight_VH.T
+    with torch.no_grad():
+        for b in range(len(rows)):
+            at = batch.row_N == b
+            whole_LV = target.model(torch.from_numpy(rows.data[b]["input_ids"][None, :-1]).long()).logits[0]
+            torch.testing.assert_close(ours_NV[at], whole_LV[batch.column_N[at]], rtol=1e-3, atol=1e-3)
 
 
 def test_no_layer_keeps_what_it_has_read(rows: Rows) -> None:

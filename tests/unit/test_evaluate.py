@@ -30,6 +30,7 @@ from distill.settings import Settings
 from distill.step import Run
 from distill.student import freeze
 from pairing.acceptance import acceptance_length_of, replay
+from pairing.errors import PartFailedError
 from pairing.files import read_jsonl
 from pairing.source import load_model
 from tests import tiny
@@ -219,3 +220,24 @@ def test_the_best_checkpoint_is_the_best_as_it_is_served(tmp_path: Path, monkeyp
         log = [r for r in read_jsonl(out / "metrics.jsonl") if r["kind"] == "eval"]
         assert (held["step"], held["figure"]) == (best, log[best]["tau"]["1"])
         assert log[2]["tau"]["1"] == pytest.approx(others, abs=0.05)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_a_figure_that_is_not_finite_names_place_and_prompt(tmp_path: Path, method: Any, value: float) -> None:
+    """A damaged weight that one prompt alone meets: the embedding's row of a token that no other holds, head untied."""
+    answers = two_turns([(6, 4), (5, 5), (7, 3)])
+    odd, *others = answers
+    lone = next(i for i in odd.input_ids[:20] if not any(i in other.input_ids for other in others))
+    stored = store(tmp_path / "a", answers, tiny.folder(tmp_path / "target"), temperature=1.0)
+    rows = check_rows(open_answers(stored), "data", rows=tiny.ROWS, real=tiny.REAL_TOKENS, context=512)
+    how: dict[str, Any] = {"batch_size": 3, "draft_sample_method": method, "where": "step 3, heldout.own"}
+    drafter = tiny.model(tied=False)
+    assert len(score_prompts(Accelerator(cpu=True), drafter, rows, **how)) == 3
+    with torch.no_grad():
+        drafter.get_input_embeddings().weight[lone, 0] = value
+    with pytest.raises(
+        PartFailedError, match=rf"^step 3, heldout\.own: .* not finite on prompt {odd.prompt.id}; "
+    ) as e:
+        score_prompts(Accelerator(cpu=True), drafter, rows, **how)
+    assert "\n" not in str(e.value)

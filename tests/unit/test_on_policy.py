@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from distill.mask_blocks import Parallel
 from distill.on_policy import _draw, continued
 from distill.settings import Settings
 from distill.signals import get_signal, online
-from distill.step import _continued, ready
+from distill.step import _continued, optimizer_step, ready, window_gradients
 from distill.student import supervised_hidden
 from tests import tiny
 from tests.stored_answers import made_up, store
@@ -114,3 +116,25 @@ def test_draws_follow_the_distribution() -> None:
     sharp = torch.bincount(_draw(logits, u, 0.5), minlength=3) / 20000
     torch.testing.assert_close(sharp, torch.tensor([0.25, 0.09, 0.04]) / 0.38, rtol=0, atol=0.012)
     assert _draw(logits[:2], torch.tensor([0.0, 1.0]), 1.0).tolist() == [0, 2]
+
+
+def test_a_step_counts_what_was_written_not_what_it_replaces(rows: Rows) -> None:
+    """A drafter that ends with a chance of .4 at every token: its answers are short, and the step's means are over their tokens.
+    All it says is 70, with .6, and the end, so cross-entropy on them follows from the counts alone."""
+    drafter = tiny.says({2: 0.4, 70: 0.6})
+    at = Settings(
+        seed=0, batch_size=2, accumulation=1, lr=1e-3, warmup=0.0, weight_decay=0.0, beta2=0.98, clip=1.0, trainable="all",
+        losses={"jsd": 1.0}, chunk=None, epochs=None, max_steps=1, minutes=None, eval_every=1, eval_prompts=1,
+        checkpoint_every=1, keep=1, on_policy=1.0,
+    )  # fmt: skip
+    target = online(tiny.model(), "target", "cpu", "cpu")
+    run = ready(Accelerator(cpu=True), drafter, rows, at, get_signal(rows, target))
+    window = np.arange(3)
+    for step in range(3):
+        written = continued(drafter, collate(rows, window), rows.real, at.seed + step, 1.0).signal.answer_N.tolist()
+        assert len(written) < rows.supervised_P[window].sum()
+        stats = window_gradients(run, window, {"jsd": 1.0}, step)
+        assert stats["tokens"] == len(written)
+        expected = -(written.count(2) * math.log(0.4) + written.count(70) * math.log(0.6)) / len(written)
+        assert stats["cross_entropy"] == pytest.approx(expected, rel=1e-4)
+    assert optimizer_step(run, window, 2, 0.0)["supervised"] == len(written)
