@@ -105,23 +105,6 @@ def test_equal_steps_are_equal_tokens_with_masks_or_without(
     assert '"mask' not in json.dumps([logs["one"], said["one"], read_pair(tmp_path / "one" / "drafter")["training"]])
 
 
-def test_a_run_that_counted_masks_with_the_text_goes_on_with_both_apart(place: Path, tmp_path: Path) -> None:
-    """As its checkpoints are: no count of masks, and the tokens of both in one."""
-    rows, whole, half = rows_of(place / "train"), tmp_path / "whole", tmp_path / "half"
-    for out, steps in ((whole, 5), (half, 4)):  # the fourth step is of the second epoch
-        summary = fit(Accelerator(cpu=True), load_model(place / "draft"), rows, {}, settings(max_steps=steps), out)
-    file = half / "checkpoints" / "step-000004" / "state.json"
-    held = read_json(file)
-    masks = held["state"].pop("mask_tokens")
-    assert masks == summary["mask_tokens"] > 0
-    held["state"]["tokens"] += masks
-    write_json(file, held)
-    fit(Accelerator(cpu=True), load_model(place / "draft"), rows, {}, settings(max_steps=5), half)
-    last = [read_jsonl(out / "metrics.jsonl")[-1] for out in (whole, half)]
-    for key in ("step", "tokens", "mask_tokens", "supervised", "masks"):
-        assert last[0][key] == last[1][key], key
-
-
 def test_gradient_checkpointing_changes_no_loss_of_masks(place: Path, tmp_path: Path) -> None:
     logs = []
     for on in (False, True):
