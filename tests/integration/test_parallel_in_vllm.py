@@ -182,7 +182,7 @@ def made_to_say(model: Any) -> None:
         layer.input_layernorm.weight[0] = layer.post_attention_layernorm.weight[0] = 0
         layer.self_attn.o_proj.weight[0] = 0
         layer.mlp.down_proj.weight[0] = 0
-    model.model.norm.weight[0] = 3
+    model.model.norm.weight[0] = 12
     embedding_VH[:, 0] = 2
     embedding_VH[OFTEN, 0] = 3.5
     embedding_VH[SPARE:] = 0
@@ -240,7 +240,7 @@ def pair_of_spare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     drafter = load_model(place / "drafter")
     with torch.no_grad():  # as other rows are: the target's own is one that is never said
         row = 0.2 * torch.randn(64, generator=torch.Generator().manual_seed(0))
-        drafter.get_input_embeddings().weight[SPARE] = row.index_fill(0, torch.tensor([0]), 2)
+        drafter.get_input_embeddings().weight[SPARE] = row.index_fill(0, torch.tensor([0]), 3.5)
     more = {"parallel": Parallel(K, SPARE, keep=0.9), "max_steps": 40, "batch_size": 8, "survival": None}
     fit(Accelerator(cpu=True), drafter, rows, {}, Settings(**{**BASE, **more}), place / "run")
     drafter.save_pretrained(place / "drafter")
