@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+FORMS = 16  # in which a compiled layer may meet its input: a prefix, its cache or neither; one row or more; learning or not; …
+
 
 def checkpoint_layers(model: Any) -> None:
     """Gradient checkpointing: layers keep their input alone and run once more in the backward pass.
@@ -18,13 +20,18 @@ def checkpoint_layers(model: Any) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def compile_layers(model: Any) -> None:
-    """torch.compile, a layer at a time: the layers are alike, so one compilation serves all; lengths stay variable.
+def compile_layers(model: Any, backend: str = "inductor") -> None:
+    """torch.compile, a layer at a time; lengths stay variable.
 
-    The whole decoder would be compiled anew for the shared prefix's cache, and again for each form of batch.
+    The whole decoder would be compiled anew for the shared prefix's cache, and again for each form of batch. A layer that
+    reads or makes a cache is compiled for its own number there, and torch counts all layers as one code: after 8 compilations,
+    which is 4 layers, it would go on uncompiled without a word. So its limits are raised to what these layers need.
     """
-    for layer in model.get_decoder().layers:
-        layer.compile(dynamic=True)
+    layers, limits = model.get_decoder().layers, torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, FORMS * len(layers))
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, FORMS * len(layers))
+    for layer in layers:
+        layer.compile(dynamic=True, backend=backend)
 
 
 def decoder_autocast(device: torch.device, bf16: bool) -> torch.autocast:
