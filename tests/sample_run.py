@@ -104,7 +104,7 @@ def in_one_pass() -> list[dict[str, Any]]:
 def rounds(top1: list[float], survival: list[float]) -> dict[str, Any]:
     """A summary as `distill.evaluate_parallel.rounds_summary` writes it: every K, every offset."""
     tau = {str(k): 1 + sum(survival[:k]) for k in range(1, len(top1) + 1)}
-    return {"tau": tau, "top1_by_offset": top1, "survival": survival}
+    return {"tau": tau, "top1_by_offset": top1, "survival": survival, "mask_share": 0.0}
 
 
 def with_one_pass(one: dict[str, Any]) -> dict[str, Any]:

@@ -383,7 +383,7 @@ def test_the_sample_of_one_pass_is_what_distill_writes() -> None:
     real, made = compare_rounds(scores, scores, 2), with_one_pass(evaluation())["sets"]["orders"]["parallel"]
     assert real.keys() == made.keys()
     for part, longest in ((real["after"], 2), (made["after"], LONGEST)):
-        assert list(part) == ["tau", "top1_by_offset", "survival"]
+        assert list(part) == ["tau", "top1_by_offset", "survival", "mask_share"]
         assert list(part["tau"]) == [str(k) for k in range(1, longest + 1)]
         assert len(part["top1_by_offset"]) == len(part["survival"]) == longest
     assert real["after"].keys() == rounds_summary(scores).keys()
