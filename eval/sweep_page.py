@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from eval import plots
+from eval.verdict import elsewhere
 
 Row = Mapping[str, Any]
 
@@ -25,10 +27,24 @@ def sweep_verdict(found: dict[str, Any], sweep: Row) -> dict[str, Any]:
     )
     return found | {
         "answer": answer.get(sweep["answer"], "do not deploy"),
-        "sentence": sentence(sweep),
+        "sentence": "; ".join([sentence(sweep).removesuffix("."), *(losses(found, sweep) if sweep["serve"] else [])])
+        + ".",
         "best": best if sweep["serve"] else None,
         "serve": sweep["serve"],
     }
+
+
+def losses(found: Row, sweep: Row) -> list[str]:
+    """Where the same drafter, drafting alike, gains nothing on what `measure` sent it and the sweep did not."""
+    drafter, served = Path(sweep["drafter"]).resolve(), sweep["serve"]
+    alike = [
+        arm
+        for cell in found["cells"]
+        for arm in cell["arms"]
+        if arm["model"] and Path(arm["model"]).resolve() == drafter and not arm["arm"].startswith(f"{sweep['mode']}-k")
+        and all(arm[key] == served[key] for key in ("parallel_drafting", "draft_sample_method"))
+    ]  # fmt: skip
+    return elsewhere(alike[0], found["cells"]) if alike else []
 
 
 def sentence(sweep: Row) -> str:

@@ -191,7 +191,7 @@ def _headline(cells: Sequence[dict[str, Any]]) -> tuple[str, str, dict[str, Any]
         parts = [
             f"Deploy {_named(best)}: it serves {_where(cell)} at {_times(best)}",
             f"{_accepted(best)}, and {_same(best)}",
-            *_elsewhere(best, cells[1:]),
+            *elsewhere(best, cells[1:]),
         ]
         return "deploy", "; ".join(parts) + ".", best
     drafter = next((a for a in ranked if a["kind"] == "draft_model"), None)
@@ -261,7 +261,7 @@ def _same(arm: Mapping[str, Any]) -> str:
     return f"{arm['exact_match'] * 100:.1f} % of outputs are the target's own token for token, the rest {TIE}"
 
 
-def _elsewhere(best: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list[str]:
+def elsewhere(best: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list[str]:
     """Where the recommended arm loses or gains nothing: whoever deploys it must know."""
     found = []
     for cell in cells:

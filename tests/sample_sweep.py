@@ -55,7 +55,8 @@ def write(folder: Path, models: Path = Path("/models"), cost: float = 0.1) -> Pa
     write_json(folder / "sweep.json", {
         "answer": "schedule", **found, "confirmed": sweep.confirmed(cells, requests, chosen, chosen.name),
         "notes": sweep.notes(cells, found, rows, 16), "surface": cells,
-        "serve": {"num_speculative_tokens": k, "command": f"vllm serve {models}/target --speculative-config C"},
+        "serve": {"num_speculative_tokens": k, "draft_sample_method": "greedy", "parallel_drafting": chosen.parallel_drafting,
+                  "command": f"vllm serve {models}/target --speculative-config C"},
         "target": str(models / "target"), "drafter": str(models / "drafter"), "temperature": 0.0,
     })  # fmt: skip
     write_text(folder / "config.yaml", f"target: {models}/target\nout: {folder}\nconcurrencies: [1, 2, 4, 8]\n")

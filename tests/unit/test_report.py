@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from distill.evaluate_parallel import PromptRounds, compare_rounds, rounds_summary
-from eval import plots, report, report_run, report_text
+from eval import plots, report, report_run, report_text, sweep_page
 from eval.page import cell_name, percent
+from eval.verdict import judge
 from pairing.errors import InputError
 from pairing.files import read_json, read_jsonl, write_json, write_jsonl
 from recipes.report import main, write_report
 from tests import sample_sweep
-from tests.sample_run import HOSTILE, LONGEST, drafted, evaluation, result, with_one_pass, write
+from tests.sample_run import HOSTILE, LONGEST, drafted, evaluation, result, results, with_one_pass, write
 
 
 @pytest.fixture(scope="module")
@@ -328,6 +329,24 @@ def test_a_sweeps_page_shows_the_best_of_each_way_and_folds_the_rest(tmp_path: P
     assert [g.count("<tr>") for g in grids] == [5, 5]
     cell = next(c for c in sweep["surface"] if c["arm"] == "drafter-k3" and c["concurrency"] == 4)
     assert f"{cell['speedup']:.2f}x" in grids[0]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "parallel", "told"),
+    [
+        ("runs/demo/drafter", False, "; but slower on humaneval (0.81x)."),
+        ("runs/demo/drafter", True, ""),
+        ("runs/other", False, ""),
+    ],
+)
+def test_a_sweeps_verdict_says_where_the_same_drafter_loses(
+    tmp_path: Path, drafter: str, parallel: bool, told: str
+) -> None:
+    """By what `measure` has of it on other prompts, drafting alike; another drafter's loss is not its own."""
+    sweep = read_json(sample_sweep.write(tmp_path / "sweep") / "sweep.json")
+    sweep |= {"drafter": drafter, "serve": sweep["serve"] | {"parallel_drafting": parallel}}
+    said = sweep_page.sweep_verdict(judge(results()), sweep)["sentence"]
+    assert said == sweep_page.sentence(sweep).removesuffix(".") + (told or ".")
 
 
 def test_optional_fields_are_shown_where_they_are(tmp_path: Path) -> None:
