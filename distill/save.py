@@ -11,6 +11,7 @@ import torch
 
 from distill.adapters import check_reload
 from pairing.card import write_card
+from pairing.errors import PartFailedError
 from pairing.files import new_folder, read_json, write_json
 from pairing.mask_token import with_mask
 from pairing.pair import read_pair, update_pair
@@ -33,10 +34,14 @@ def write_drafter(
     `how`: the settings that the card names, beside `evaluation`'s summary of the training. `parallel`: what pair.json says of
     parallel drafting, where that was trained; its "mask_id" goes into config.json too. `learnt`: ids whose rows learnt from
     answers that hold them, which are marked as untrained no longer. Changes `model`'s type and padding rows. Raises
-    PartFailedError where the folder does not load as it was written (fault D16).
+    PartFailedError where weights are no numbers, or the folder does not load as it was written (fault D16).
     """
     broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
-    assert not broken, broken  # the last checkpoint has looked
+    if broken:  # no checkpoint is written of broken weights, so these are some that were not trained
+        raise PartFailedError(
+            f"{broken[0]} holds NaN or infinite numbers, as it did in {draft}: no drafter is written of it; make the draft "
+            "again: the checkpoints are as they were"
+        )
     head_VH = model.to(getattr(torch, stored_dtype(draft))).get_output_embeddings().weight
     with torch.no_grad():  # training leaves padding rows as they were, whatever they were: none may ever be the argmax
         head_VH.copy_(settle_padding(head_VH, set(load_tokenizer(draft).get_vocab().values())))
