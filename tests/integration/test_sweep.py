@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from eval import schedule
-from eval.measure import Plan
+from eval.measure import AGAIN, Plan
 from pairing.engine import require_vllm
-from pairing.files import read_json, write_json
+from pairing.files import read_json, read_jsonl, write_json
 from pairing.mask_token import with_mask
 from recipes.config import parse
 from recipes.measure import recorded
@@ -44,8 +44,11 @@ def test_the_surface_and_a_schedule_in_vllm(tmp_path: Path) -> None:
             assert cell["exact_match"] == 1.0
             assert cell["interval"][0] < cell["speedup"] < cell["interval"][1]
 
+    again = [r for r in read_jsonl(tmp_path / "out" / "results.jsonl") if r["arm"] == AGAIN]
+    assert [(r["void"], r["exact_match"], r["num_drafts"]) for r in again] == [(None, 1.0, None)] * 2
+
     made = ((1, 1, 3), (2, 2, 0))
-    arm = replace(plan.arms[-1], name="schedule", schedule=made)
+    arm = replace(next(a for a in plan.arms if a.num_speculative_tokens == 3), name="schedule", schedule=made)
     cells, _ = run(replace(plan, arms=[arm]), tmp_path / "confirm")
     one, two = (cell["drafted_per_round"] for cell in cells)
     assert one == 3
@@ -64,7 +67,7 @@ def test_one_k_and_none_with_all_drafts_in_one_pass(tmp_path: Path) -> None:
         SweepConfig,
         [f"target={target}", f"drafter={drafter}", f"workloads.w.answers={answers}", "workloads.w.max_tokens=24",
          f"out={tmp_path / 'out'}", "num_speculative_tokens=[3]", "concurrencies=[1,2]", "max_model_len=128",
-         "parallel_drafting=only", "repeats=1", "warmup=1", "enforce_eager=true"],
+         "parallel_drafting=only", "repeats=1", "warmup=1", "enforce_eager=true", "aa=false"],
     )  # fmt: skip
     plan, run = prepared(asked)
     arm = replace(plan.arms[-1], name="schedule", schedule=((1, 1, 3), (2, 2, 0)))
