@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
 import subprocess
 import sys
 import sysconfig
@@ -106,7 +105,8 @@ def train(args: argparse.Namespace, domain: Path, depth: int, seed: int, way: st
     ]
     words += [f"num_speculative_tokens={args.masks}"]
     words += [f"parallel_drafting={args.masks}"] if way == "parallel" else []
-    verb(out / "evaluation.json", "distill", *words, threads=max(1, cores() // args.jobs))
+    words += [f"threads={max(1, cores() // args.jobs)}"]  # more than the cores would spin against each other
+    verb(out / "evaluation.json", "distill", *words)
 
 
 def trained(domain: Path, depth: int, seed: int, way: str) -> Path:
@@ -153,14 +153,13 @@ def functions(library: Path) -> Iterator[str]:
                 yield f'{head}\n    """{textwrap.indent(said, "    ").strip()}\n    """\n'
 
 
-def verb(made: Path | None, *words: str, threads: int | None = None) -> None:
+def verb(made: Path | None, *words: str) -> None:
     """Runs a verb unless what it makes is there. 1 is a verb's answer "no", which is a result too."""
     if made is not None and made.exists():
         return
     print(f"draftsmith {' '.join(words)}", file=sys.stderr, flush=True)
     line = [sys.executable, "-m", f"recipes.{words[0]}", *words[1:]]
-    env = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
-    code = subprocess.run(line, cwd=ROOT, env=env, preexec_fn=die_with_parent, stdout=sys.stderr).returncode
+    code = subprocess.run(line, cwd=ROOT, preexec_fn=die_with_parent, stdout=sys.stderr).returncode
     if code not in (0, 1):
         raise SystemExit(f"bench_parallel: {words[0]} ended with code {code}; the same command goes on from there")
 
