@@ -1,6 +1,6 @@
 """A scripted stand-in for a vLLM server (no engine runs here), with the faults that real ones have now and then.
 
-It speaks the part of the protocol that distill/in_servers.py uses. What it answers is a pure function of prompt and seed, so any
+It speaks the part of the protocol that distill/server_http.py uses. What it answers is a pure function of prompt and seed, so any
 number of them are one model; tests/integration/test_servers.py does the same with real vLLM.
 """
 

@@ -117,7 +117,7 @@ def test_only_recipes_read_argv_and_environment_or_exit(file: Path) -> None:
 
 def test_one_module_starts_a_server_and_one_talks_to_it() -> None:
     """`vllm serve` is started by eval/server.py, the only one to run it; eval/client.py alone talks to it over HTTP, and
-    distill/in_servers.py alone to servers that others run."""
+    distill/in_servers.py, with its server_http and server_checks, alone to servers that others run."""
     starts, talks = set(), set()
     for file in FILES:
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -134,7 +134,8 @@ def test_one_module_starts_a_server_and_one_talks_to_it() -> None:
         if any(n.split(".")[0] in clients for n, _ in imports(tree)):
             talks.add(name_of(file))
     assert starts == {"eval/server.py"}
-    clients_of_ours = {"eval/client.py", "distill/in_servers.py"}
+    theirs = {"distill/in_servers.py", "distill/server_http.py", "distill/server_checks.py"}
+    clients_of_ours = {"eval/client.py", *theirs}
     assert clients_of_ours <= talks
     for file in talks - clients_of_ours:  # a free port is asked for where the server is started
         names = {n for n, _ in imports(ast.parse((ROOT / file).read_text(encoding="utf-8")))}

@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 
 import distill.in_servers as module
+import distill.server_http
 from distill.answers import open_answers
 from distill.generate import Job, generate, new_job, recorded_heads, unanswered
-from distill.in_servers import completion_of, open_servers
+from distill.in_servers import open_servers
 from distill.prompts import prompt
 from distill.requests import Request, Sampling, request_seed, tokenize
+from distill.server_http import completion_of
 from pairing.errors import InputError, PartFailedError
 from pairing.pair import describe_model
 from pairing.source import ModelSource, load_tokenizer, resolve
@@ -40,8 +42,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeServer]]:
-    monkeypatch.setattr(module, "REST_S", 0.05)
-    monkeypatch.setattr(module, "LONGEST_REST_S", 0.2)
+    monkeypatch.setattr(distill.server_http, "REST_S", 0.05)
+    monkeypatch.setattr(distill.server_http, "LONGEST_REST_S", 0.2)
     servers: list[FakeServer] = []
 
     def start(fault: Fault | None = None, **kwargs: Any) -> FakeServer:
