@@ -23,6 +23,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from distill.prompts import HUMANEVAL
@@ -173,7 +174,30 @@ def report(name: str, runs: Mapping[str, Sequence[Row]]) -> str:
                 head = [name, run, f"{row['temperature']:g}", row["arm"], str(row["num_speculative_tokens"])]
                 lines.append([*head, _speed(row), *_counts(row)])
     header = ("domain", "depth-seed", "temperature", "arm", "K", "speed (95 %)", "τ served", "τ by replay", "identical")
-    return table(header, lines)
+    return "\n\n".join([table(header, lines), *over_seeds(name, runs)])
+
+
+def over_seeds(name: str, runs: Mapping[str, Sequence[Row]]) -> list[str]:
+    """Markdown, where a depth has several seeds: each arm's mean over them, in brackets the least and the most."""
+    cells: dict[tuple[str, float, str], list[Row]] = {}
+    for run, rows in runs.items():
+        for row in rows:
+            if row["group"] is None and row["kind"] != "target" and not row["void"] and row["speedup"] is not None:
+                cells.setdefault((run.partition("-")[0], row["temperature"], row["arm"]), []).append(row)
+    lines = []
+    for (depth, temperature, arm), rows in sorted(cells.items()):
+        if len(rows) > 1:
+            ks = sorted({row["num_speculative_tokens"] for row in rows})
+            figures = [_spread([row[key] for row in rows]) for key in ("speedup", "acceptance_length")]
+            lines.append([name, depth, str(len(rows)), f"{temperature:g}", arm, ", ".join(map(str, ks)), *figures])
+    return [table(("domain", "depth", "seeds", "temperature", "arm", "K", "speed", "τ served"), lines)] if lines else []
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    known = [v for v in values if v is not None]  # no τ where nothing was drafted
+    if not known:
+        return "–"
+    return f"{mean(known):.2f} ({min(known):.2f}–{max(known):.2f})"
 
 
 def _speed(row: Row) -> str:

@@ -191,3 +191,19 @@ def test_the_k_that_is_served_is_the_fastest_by_replay_and_costs() -> None:
     """τ 2, 2.5 and 2.6 over rounds of 1.2, 1.4 and 1.6 target steps: 1.67, 1.79 and 1.63."""
     rounds = {"1": {"round": 1.2}, "2": {"round": 1.4}, "3": {"round": 1.6}}
     assert bench_parallel.fastest({"1": 2.0, "2": 2.5, "3": 2.6, "4": None}, rounds) == 2
+
+
+def test_seeds_of_one_depth_are_put_together_and_void_runs_left_out() -> None:
+    def row(speed: float, tau: float | None, K: int, void: str | None = None) -> dict[str, Any]:
+        return {"group": None, "kind": "draft_model", "arm": "one", "temperature": 0.0, "void": void, "speedup": speed,
+                "acceptance_length": tau, "num_speculative_tokens": K}  # fmt: skip
+
+    runs = {
+        "5-0": [row(2.0, 4.0, 3)],
+        "5-1": [row(3.0, None, 4)],
+        "5-2": [row(9.0, 9.0, 9, "died")],
+        "2-0": [row(1.0, 1.0, 1)],
+    }
+    (said,) = bench_parallel.over_seeds("orders", runs)
+    assert said.splitlines()[2:] == ["| orders | 5 | 2 | 0 | one | 3, 4 | 2.50 (2.00–3.00) | 4.00 (4.00–4.00) |"]
+    assert bench_parallel.over_seeds("orders", {"2-0": runs["2-0"]}) == []
