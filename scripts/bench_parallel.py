@@ -7,8 +7,8 @@ python -m scripts.bench_parallel --name code --train functions --heldout humanev
 Prompts are what `generate` takes, or "functions": HumanEval-style prompts of the documented functions of Python's own library,
 read from the installed one. Per seed and depth both drafters train for the same steps; `plan` measures the cost of a round for
 each K both ways, and each drafter is served at the K that its replay and these costs make fastest, in turns with the target
-alone and the n-gram proposer. Every part is a verb of its own and is not run again when it is there; delete a folder to run it
-anew.
+alone and, at the largest depth, the n-gram proposer, which knows no depth. Every part is a verb of its own and is not run again
+when it is there; delete a folder to run it anew.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def serve(args: argparse.Namespace, domain: Path, depth: int, seed: int) -> None
          f"workloads.own.answers={heldout}", f"workloads.own.limit={args.measured}",
          f"workloads.own.max_tokens={args.max_tokens}", f"num_speculative_tokens={K_one}",
          f"parallel_num_speculative_tokens={K_par}", f"temperatures={args.served_at}", "enforce_eager=true", "repeats=1",
-         "arms=[one,both-parallel,ngram]", f"out={out}")  # fmt: skip
+         f"arms=[one,both-parallel{',ngram' * (depth == max(args.depth))}]", f"out={out}")  # fmt: skip
 
 
 def fastest(tau: Mapping[str, float | None], rounds: Mapping[str, Mapping[str, float]]) -> int:
