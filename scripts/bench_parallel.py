@@ -104,7 +104,8 @@ def train(args: argparse.Namespace, domain: Path, depth: int, seed: int, way: st
         f"seed={seed}",
         "objective=auto",
     ]
-    words += [f"num_speculative_tokens={args.masks}"]
+    # the whole held-out set is scored once, at the end: rounds in one pass from every token take as long as many steps
+    words += [f"num_speculative_tokens={args.masks}", f"eval_every={args.steps}", "eval_prompts=16"]
     words += [f"parallel_drafting={args.masks}"] if way == "parallel" else []
     words += [f"threads={max(1, cores() // args.jobs)}"]  # more than the cores would spin against each other
     verb(out / "evaluation.json", "distill", *words)
