@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--out", type=Path, required=True)
     made.add_argument("--target", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     made.add_argument("--limit", type=int, default=400, help="training prompts")
+    made.add_argument("--heldout-limit", type=int, default=60, help="held-out prompts, whose replay chooses K")
     made.add_argument("--max-tokens", type=int, default=64)
     made.add_argument("--steps", type=int, default=200, help="of each training: the equal budget")
     made.add_argument("--depth", type=int, nargs="+", default=[5], help="layers kept, those of most influence")
@@ -82,7 +83,7 @@ def answers(args: argparse.Namespace, domain: Path) -> None:
             write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
         train = str(file)
     words = [f"target={args.target}", f"out={domain / 'answers'}", f"temperature={args.temperature}"]
-    for name, prompts, limit in (("train", train, args.limit), ("heldout", args.heldout, 60)):
+    for name, prompts, limit in (("train", train, args.limit), ("heldout", args.heldout, args.heldout_limit)):
         split = {"orders": {"train": "train", "heldout": "test"}[name]}.get(prompts)
         words += [
             f"sets.{name}.prompts={prompts}",
