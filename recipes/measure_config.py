@@ -57,6 +57,8 @@ class MeasureConfig(Strict):
     """of drafters that were trained for it: measured both ways, the arm NAME-parallel taking all drafts from one pass"""
     parallel_num_speculative_tokens: int | None = Field(default=None, ge=1, le=32)
     """K of the parallel arms, whose drafts cost less and so may be more; null: num_speculative_tokens"""
+    lookup_num_speculative_tokens: int | None = Field(default=None, ge=1, le=32)
+    """K of the n-gram and suffix arms, whose drafts cost nothing; null: num_speculative_tokens"""
     synthetic_acceptance_rates: list[Annotated[float, Field(ge=0, le=1)]] | None = Field(
         default=None, min_length=1, max_length=32
     )

@@ -46,12 +46,7 @@ def plan_of(config: MeasureConfig, engine: Engine) -> tuple[Plan, ModelSource, d
             raise InputError(f"drafters.{name}: {drafter} does not fit the target: {worst['what']} ({worst['fix']})")
         arms += [*drafter_arms(config, name, drafter), *synthetic_arms(config, name, drafter)]
     arms += speculator_arms(config, {a.name for a in arms}, read_json(target.path / "config.json"), engine)
-    if config.ngram:
-        arms.append(Arm("ngram", "ngram", None, config.num_speculative_tokens))
-    if config.suffix:
-        require_suffix()
-        arms.append(Arm("suffix", "suffix", None, config.num_speculative_tokens))
-    arms = wanted(config, arms)
+    arms = wanted(config, arms + lookup_arms(config))
     answers = {name: open_answers(w.answers) for name, w in config.workloads.items()}
     workloads = {}
     for name, workload in config.workloads.items():
@@ -120,6 +115,15 @@ def drafter_arms(config: MeasureConfig, name: str, drafter: Path) -> list[Arm]:
     K = config.parallel_num_speculative_tokens or config.num_speculative_tokens
     parallel = replace(one, name=f"{name}-parallel", num_speculative_tokens=K, parallel_drafting=True)
     return [parallel] if config.parallel_drafting == "only" else [one, parallel]
+
+
+def lookup_arms(config: MeasureConfig) -> list[Arm]:
+    """The proposers that look drafts up in the text. Raises InputError where the package of one is missing."""
+    if config.suffix:
+        require_suffix()
+    K = config.lookup_num_speculative_tokens or config.num_speculative_tokens
+    asked = {"ngram": config.ngram, "suffix": config.suffix}
+    return [Arm(name, name, None, K) for name, on in asked.items() if on]
 
 
 def synthetic_arms(config: MeasureConfig, name: str, drafter: Path) -> list[Arm]:

@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--depth", type=int, nargs="+", default=[5], help="layers kept, those of most influence")
     made.add_argument("--seeds", type=int, nargs="+", default=[0])
     made.add_argument("--masks", type=int, default=8, help="the longest round in one pass that is trained")
+    made.add_argument("--lookup", type=int, default=4, help="K of the n-gram proposer")
     made.add_argument("--measured", type=int, default=24, help="held-out prompts that are served")
     made.add_argument("--temperature", type=float, default=0.0, help="of the answers")
     made.add_argument("--served-at", type=float, nargs="+", default=[0.0, 0.7], help="temperatures")
@@ -134,6 +135,7 @@ def serve(args: argparse.Namespace, domain: Path, depth: int, seed: int) -> None
          f"workloads.own.answers={heldout}", f"workloads.own.limit={args.measured}",
          f"workloads.own.max_tokens={args.max_tokens}", f"num_speculative_tokens={K_one}",
          f"parallel_num_speculative_tokens={K_par}", f"temperatures={args.served_at}", "enforce_eager=true", "repeats=1",
+         f"lookup_num_speculative_tokens={args.lookup}",
          f"arms=[one,both-parallel{',ngram' * (depth == max(args.depth))}]", f"out={out}")  # fmt: skip
 
 

@@ -106,6 +106,16 @@ def test_arms_are_chosen_by_name(tmp_path: Path) -> None:
         names(["own-parallel"])
 
 
+def test_what_is_looked_up_may_be_longer_than_what_is_drafted(tmp_path: Path) -> None:
+    def arms(**more: object) -> list[Arm]:
+        values = {"target": "t", "workloads": {}, "out": tmp_path, "num_speculative_tokens": 2, **more}
+        return measure_plan.lookup_arms(MeasureConfig.model_validate(values))
+
+    assert arms() == [Arm("ngram", "ngram", None, 2)]
+    assert arms(lookup_num_speculative_tokens=5) == [Arm("ngram", "ngram", None, 5)]
+    assert arms(ngram=False) == []
+
+
 def test_a_drafter_with_a_mask_is_measured_both_ways(tmp_path: Path) -> None:
     """Arms; τ by replay of each; and what pair.json is told to serve with, the faster of the two."""
     target = tiny.folder(tmp_path / "target", layers=3)
