@@ -246,6 +246,7 @@ def _accelerator(config: DistillConfig) -> Accelerator:
         )
     cpu = not torch.cuda.is_available()
     give_back_memory()
+    torch.set_float32_matmul_precision(config.matmul_precision)
     accelerator = Accelerator(cpu=cpu, log_with=None if config.tracker == "none" else config.tracker)
     kind_of(accelerator)
     if accelerator.mixed_precision not in ("no", "bf16"):

@@ -165,6 +165,10 @@ class DistillConfig(Strict):
     """with quantizer=w4a16: weights that share a scale"""
     threads: int | None = Field(default=None, gt=0)
     """CPU threads per process; null shares out the cores (launchers like to set 1)"""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """what the inputs of float32 matrix products may be rounded to, as in torch.set_float32_matmul_precision: high is TF32 on
+    a GPU, medium bfloat16 where the CPU multiplies it; sums and all else stay float32. medium is also the way to oneDNN's
+    products, which on AMD CPUs are twice as fast as the usual ones and round nothing (docs/scale.md)"""
 
     @model_validator(mode="after")
     def _is_possible(self) -> DistillConfig:

@@ -43,6 +43,7 @@ WARMUP, BETA2, CLIP = 0.04, 0.98, 1.0  # of every contender's optimizer and sche
 WIDE = {"rows": 151_936, "hidden": 576, "layers": 2, "prompts": 96, "prompt_tokens": 32, "answer_tokens": 32}
 TINY = {"rows": 512, "hidden": 64, "layers": 3, "prompts": 64, "prompt_tokens": 24, "answer_tokens": 16}
 TINY_WIDE = TINY | {"rows": 8192}
+MATMUL_PRECISIONS = ("highest", "high", "medium")
 Row = dict[str, Any]
 Statistic = Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 
@@ -325,6 +326,12 @@ def _child(module: str, task: Row, python: str, threads: int, limit_s: float) ->
         return {"error": f"exit {done.returncode}: {lines[-1] if lines else 'killed without a word'}"}
 
 
+def settle(task: Row) -> None:
+    """What a child sets before it does anything."""
+    torch.set_num_threads(task["threads"])
+    torch.set_float32_matmul_precision(task["matmul_precision"])
+
+
 def machine(threads: int) -> Row:
     """What the figures depend on."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -363,6 +370,8 @@ def parser(about: str) -> argparse.ArgumentParser:
         "--out", type=Path, required=True, help="JSON Lines, a line per run; runs that it holds are not done again"
     )
     made.add_argument("--threads", type=int, default=0, help="threads per run; 0 shares out the cores")
+    made.add_argument("--matmul-precision", choices=MATMUL_PRECISIONS, default="highest",
+                      help="of float32 products, as distill's matmul_precision; for every contender")  # fmt: skip
     made.add_argument("--batch-size", type=int, default=8)
     made.add_argument("--lr", type=float, default=1e-3)
     made.add_argument("--trainable", choices=["layers", "all"], default="layers",

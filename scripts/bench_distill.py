@@ -91,6 +91,7 @@ def run(args: Any) -> list[Row]:
                 ("151,936 rows", common.random_pair(args.wide_folder, **common.WIDE), args.wide_steps, args.wide_steps)
             ]
     same = {"batch_size": args.batch_size, "lr": args.lr, "trainable": args.trainable}
+    same["matmul_precision"] = args.matmul_precision
     specs = []
     for case, pair, steps, _ in cases:
         specs += [spec(case=case, contender="floor", repeat=0, steps=steps, **pair, **same)]
@@ -111,7 +112,7 @@ def run(args: Any) -> list[Row]:
 
 
 def child(task: Row) -> Row:
-    torch.set_num_threads(task["threads"])
+    common.settle(task)
     draft = load_model(Path(task["draft"]))
     rows = common.load_rows(Path(task["train"]), draft, "train")
     steps = common.batches(rows, steps=task["steps"], batch_size=task["batch_size"], seed=0)

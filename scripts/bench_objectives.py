@@ -99,6 +99,7 @@ def run(args: Any) -> list[Row]:
         "batch_size": args.batch_size,
         "lr": args.lr,
         "trainable": args.trainable,
+        "matmul_precision": args.matmul_precision,
         "device": device,
     } | ({"keep": str(args.keep)} if args.keep else {})
     specs = [
@@ -152,7 +153,7 @@ def start_of(task: Row, temp: Path) -> Path:
 
 
 def trained(task: Row, start: Path) -> Row:
-    torch.set_num_threads(task["threads"])
+    common.settle(task)
     accelerator = Accelerator(cpu=task["device"] == "cpu")
     draft = load_model(start)
     layers = {"from": read_json(start / "pair.json")["made"][-1]["layers"]} if "layers" in task else {}

@@ -29,7 +29,7 @@ from typing import Any
 from distill.prompts import HUMANEVAL
 from pairing.files import read_json, read_jsonl, write_text
 from pairing.vllm_plugin import die_with_parent
-from scripts.bench_common import ROOT, Row, cores, table
+from scripts.bench_common import MATMUL_PRECISIONS, ROOT, Row, cores, table
 
 WORDS = (12, 120)  # of a docstring that makes a prompt
 
@@ -52,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--measured", type=int, default=24, help="held-out prompts that are served")
     made.add_argument("--temperature", type=float, default=0.0, help="of the answers")
     made.add_argument("--served-at", type=float, nargs="+", default=[0.0, 0.7], help="temperatures")
+    made.add_argument("--matmul-precision", choices=MATMUL_PRECISIONS, default="highest", help="of distill")
     made.add_argument("--jobs", type=int, default=2, help="trainings at a time, which share out the cores")
     made.add_argument("--train-only", action="store_true", help="no steps timed, nothing served: on a busy machine")
     args = made.parse_args(argv)
@@ -109,6 +110,7 @@ def train(args: argparse.Namespace, domain: Path, depth: int, seed: int, way: st
     # the whole held-out set is scored once, at the end: rounds in one pass from every token take as long as many steps
     words += [f"num_speculative_tokens={args.masks}", f"eval_every={args.steps}", "eval_prompts=16"]
     words += [f"parallel_drafting={args.masks}"] if way == "parallel" else []
+    words += [f"matmul_precision={args.matmul_precision}"]
     words += [f"threads={max(1, cores() // args.jobs)}"]  # more than the cores would spin against each other
     verb(out / "evaluation.json", "distill", *words)
 

@@ -72,7 +72,7 @@ def run(args: Any) -> list[Row]:
 
 
 def child(task: Row) -> Row:
-    torch.set_num_threads(task["threads"])
+    common.settle(task)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     folder = Path(task["draft"])
     draft, dtype = load_model(folder), getattr(torch, stored_dtype(folder))
