@@ -1,10 +1,12 @@
 """The output head and the loss in chunks, forward and backward: no [positions, vocabulary] matrix ever exists whole.
 
-Shapes: N supervised positions, C of them in a chunk, H hidden, V vocabulary rows, B of them in a block, K ids of the target's
+Shapes: N supervised positions, C of them in a chunk, H hidden, V vocabulary rows, B of them in a piece, K ids of the target's
 head, M draws from outside it, X outcomes that the loss sees.
 
-Positions go in chunks; where the vocabulary is wider than `block`, a chunk's logits are made block by block, and made
-again for each pass over them, so that memory is C · B whatever N and V are. With g the loss's derivative by log q of what it
+Positions go in chunks, and a chunk's logits in pieces of the vocabulary that a CPU's cache holds while the passes over them
+are made, each into a buffer that all chunks share: fresh ones would be mapped and cleared page by page, which takes longer than
+the passes (docs/notebook.md). Where the vocabulary is wider than `block`, pieces are not kept but made again for each
+pass, so that memory is C · B whatever N and V are. With g the loss's derivative by log q of what it
 sees and G = Σ g, the derivative by logit v is g_v − q_v G. From the cache the loss sees only the head's ids, the draws, the
 answer and the tail as one bucket: then g_v is 0 but there, and the bucket's part is 1[v in tail] g_tail q_v / q_tail.
 """
@@ -25,6 +27,8 @@ LOWEST = -1e4  # log q of a padding row in the target's head: finite, so that p 
 SMALLEST = torch.finfo(torch.float32).tiny  # under the tail's mass where every logit outside the head underflows
 
 REPORTED = ("forward_kl", "cross_entropy")  # what every run's log gives, whatever it minimises
+PIECE = 1 << 18  # logits that a CPU's cache holds while the passes over them are made: 1 MiB
+LEAST_COLUMNS = 1024  # of a piece: products of fewer are slow
 POINTWISE = frozenset(
     {"cross_entropy", "top1_ce"}
 )  # they look at one id, so blocks of the vocabulary have no part in them
@@ -37,15 +41,51 @@ class Head:
 
     real: int
     chunk: int | None = None  # positions at a time; None: as many as `positions_at_once` says
-    block: int = 1 << 19  # vocabulary rows at a time
+    block: int = 1 << 19  # vocabulary rows whose logits are kept; more than these are made again for each pass
     losses: Mapping[str, Loss] = field(default_factory=lambda: {name: LOSSES[name] for name in REPORTED})
 
-    def blocks(self) -> list[slice]:
-        return [slice(i, min(i + self.block, self.real)) for i in range(0, self.real, self.block)]
+    @property
+    def keep(self) -> bool:
+        """Whether a chunk's pieces are all kept."""
+        return self.real <= self.block
 
     def chunks(self, hidden_NH: torch.Tensor) -> list[slice]:
         size = self.chunk or positions_at_once(min(self.real, self.block), hidden_NH.device)
         return [slice(i, i + size) for i in range(0, len(hidden_NH), size)]
+
+    def pieces(self, hidden_NH: torch.Tensor) -> list[slice]:
+        """Of the vocabulary: blocks, and on a CPU parts of them that its cache holds."""
+        size = self.block
+        if hidden_NH.device.type == "cpu":
+            size = min(size, max(LEAST_COLUMNS, PIECE // max(1, self.positions(hidden_NH))))
+        return [slice(i, min(i + size, self.real)) for i in range(0, self.real, size)]
+
+    def positions(self, hidden_NH: torch.Tensor) -> int:
+        """In the largest chunk."""
+        return max((min(c.stop, len(hidden_NH)) - c.start for c in self.chunks(hidden_NH)), default=0)
+
+
+class _Pieces:
+    """A chunk's pieces and their buffers, `quantities` for each, which the next chunk uses again.
+
+    Where pieces are not kept all share the first one's, so that a pass makes anew what it looks at.
+    """
+
+    def __init__(self, head: Head, hidden_NH: torch.Tensor, quantities: int) -> None:
+        self.rows, self.keep, positions = head.pieces(hidden_NH), head.keep, head.positions(hidden_NH)
+        widest = max((r.stop - r.start for r in self.rows), default=0)
+        slots = len(self.rows) if self.keep else 1
+        # a buffer each, so that none is longer than what it holds by more than a piece
+        self._buffers = [hidden_NH.new_empty(slots, positions * widest, dtype=torch.float32) for _ in range(quantities)]
+
+    def __iter__(self) -> Iterator[tuple[int, slice]]:
+        return iter(enumerate(self.rows))
+
+    def buffer(self, quantity: int, piece: int, positions: int) -> torch.Tensor:
+        """[positions, columns of the piece], contiguous, uninitialised or as it was left."""
+        columns = self.rows[piece].stop - self.rows[piece].start
+        flat = self._buffers[quantity][piece if self.keep else 0]
+        return flat[: positions * columns].view(positions, columns)
 
 
 def positions_at_once(columns: int, device: torch.device) -> int:
@@ -95,8 +135,9 @@ def head_loss(
 def head_scores(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, signal: AnySignal, head: Head) -> Scores:
     """The scores alone, without gradient."""
     with torch.no_grad():
-        W_VH = weight_VH.float()
-        parts = [_view(hidden_NH[some].float(), W_VH, signal[some], head).scores for some in head.chunks(hidden_NH)]
+        W_VH, pieces = weight_VH.float(), _pieces(signal, head, hidden_NH)
+        chunks = head.chunks(hidden_NH)
+        parts = [_view(hidden_NH[some].float(), W_VH, signal[some], head, pieces).scores for some in chunks]
     return _join(parts, hidden_NH, head)
 
 
@@ -118,11 +159,12 @@ class _HeadLoss(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden_NH, dtype=torch.float32)
         grad_weight = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
         parts: list[Scores] = []
+        pieces = _pieces(signal, head, hidden_NH)
 
         def chunk(some: slice) -> torch.Tensor:
-            """Its loss. In a function of its own, so that its buffers are gone before the next chunk makes others."""
+            """Its loss. In a function of its own, so that what it makes is gone before the next chunk makes others."""
             hidden_CH = hidden_NH[some].float()
-            view = _view(hidden_CH, weight_VH, signal[some], head)
+            view = _view(hidden_CH, weight_VH, signal[some], head, pieces)
             parts.append(view.scores)
             factor_C = torch.ones_like(view.scores.alpha_N)
             if weigh is not None:
@@ -163,35 +205,45 @@ class _View:
     gradient: Gradient
 
 
-def _view(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: AnySignal, head: Head) -> _View:
+def _pieces(signal: AnySignal, head: Head, hidden_NH: torch.Tensor) -> _Pieces:
+    return _Pieces(head, hidden_NH, 4 if isinstance(signal, FullSignal) else 1)
+
+
+def _view(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: AnySignal, head: Head, pieces: _Pieces) -> _View:
     look = _look_at_all if isinstance(signal, FullSignal) else _look_at_cached
-    return look(hidden_CH, weight_VH, signal, head)  # type: ignore[arg-type]
+    return look(hidden_CH, weight_VH, signal, head, pieces)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- the target's stored head
 
 
-def _look_at_cached(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: Signal, head: Head) -> _View:
-    """The buffer of exponentials serves the log-sum-exp, the tail's mass (summed, not 1 − Σ head, which cancels) and, scaled in
-    place, the gradient; where there are several blocks it is made again for the gradient.
+def _look_at_cached(
+    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: Signal, head: Head, pieces: _Pieces
+) -> _View:
+    """A piece's exponentials, less the largest logit so far, serve the log-sum-exp, the tail's mass (summed, not 1 − Σ head,
+    which cancels) and, scaled in place, the gradient; where pieces are not kept they are made again for it.
     """
-    blocks = head.blocks()
     draws_CM = signal.tail_ids_NM if signal.tail_ids_NM is not None else signal.head_ids_NK[:, :0]
     ids_CS = torch.cat([signal.head_ids_NK, draws_CM, signal.answer_N[:, None]], 1)
     K, M = signal.head_ids_NK.shape[1], draws_CM.shape[1]
     seen_CS = torch.full(ids_CS.shape, -torch.inf, device=hidden_CH.device)
     largest_C1 = torch.full_like(seen_CS[:, :1], -torch.inf)
     argmax_C1, tail_C = torch.zeros_like(ids_CS[:, :1]), torch.zeros_like(seen_CS[:, 0])
-    kept: torch.Tensor | None = None
-    for rows in blocks:
-        logits_CB = hidden_CH @ weight_VH[rows].T
+    relative_to: list[torch.Tensor] = []  # [C, 1] a piece: what was taken from its logits
+
+    def logits(piece: int, rows: slice) -> torch.Tensor:
+        return torch.mm(hidden_CH, weight_VH[rows].T, out=pieces.buffer(0, piece, len(hidden_CH)))
+
+    for piece, rows in pieces:
+        logits_CB = logits(piece, rows)
         _gather(logits_CB, ids_CS, rows, seen_CS)
         top_C1, at_C1 = logits_CB.max(-1, keepdim=True)
         argmax_C1 = torch.where(top_C1 > largest_C1, at_C1 + rows.start, argmax_C1)
         now_C1 = torch.maximum(largest_C1, top_C1)
         exp_CB = _without(logits_CB.sub_(now_C1).exp_(), signal.head_ids_NK, rows)
         tail_C = tail_C * (largest_C1 - now_C1).exp().squeeze(-1) + exp_CB.sum(-1)
-        largest_C1, kept = now_C1, exp_CB if len(blocks) == 1 else None
+        largest_C1 = now_C1
+        relative_to.append(now_C1)
     tail_C = tail_C.clamp_(min=SMALLEST)
     shifted_CS = seen_CS - largest_C1
     total_C = tail_C + shifted_CS[:, :K].exp().sum(-1)
@@ -251,9 +303,12 @@ def _look_at_cached(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: Si
         scale_C1 = ((g_tail_C / q_tail_C.clamp(min=SMALLEST) - all_C) / total_C)[:, None]
         at_head_CK = g_CK - q_CK * all_C[:, None]
         more_CS = torch.cat([g_CM, g_answer_C[:, None]], 1)
-        for rows in blocks:
-            exp_CB = kept if kept is not None else (hidden_CH @ weight_VH[rows].T).sub_(largest_C1).exp_()
-            grad_CB = exp_CB.mul_(scale_C1)
+        for piece, rows in pieces:
+            if pieces.keep:
+                exp_CB = pieces.buffer(0, piece, len(hidden_CH))
+                grad_CB = exp_CB.mul_(scale_C1 * (relative_to[piece] - largest_C1).exp())
+            else:
+                grad_CB = logits(piece, rows).sub_(largest_C1).exp_().mul_(scale_C1)
             _put(grad_CB, signal.head_ids_NK, at_head_CK, rows)
             _add(grad_CB, ids_CS[:, K:], more_CS, rows)
             yield rows, grad_CB
@@ -274,16 +329,25 @@ def _ratio(signal: Signal, answer_C: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- the whole distribution
 
 
-def _look_at_all(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: FullSignal, head: Head) -> _View:
+_P, _Q, _LOGP, _LOGQ = range(4)  # what of a piece has a buffer
+
+
+def _look_at_all(
+    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: FullSignal, head: Head, pieces: _Pieces
+) -> _View:
     """Passes over the vocabulary: the normalisers; α; the losses without gradient; and for the gradient its sum G, then itself.
-    With one block logs and probabilities are kept from the first pass on, and the gradient is made once.
+    Where pieces are kept, so are their logs and probabilities from the first pass on, and the gradient is made once.
     """
-    blocks, T = head.blocks(), signal.temperature
+    C, T = len(hidden_CH), signal.temperature
     target_CH, target_VH = signal.hidden_NH, signal.weight_VH
 
-    def logits(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        p_CB = (target_CH @ target_VH[rows].T).float()
-        q_CB = hidden_CH @ weight_VH[rows].T
+    def logits(piece: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        p_CB, q_CB = (pieces.buffer(which, piece, C) for which in (_LOGP, _LOGQ))
+        if target_CH.dtype == target_VH.dtype == torch.float32:
+            torch.mm(target_CH, target_VH[rows].T, out=p_CB)
+        else:
+            p_CB.copy_(target_CH @ target_VH[rows].T)
+        torch.mm(hidden_CH, weight_VH[rows].T, out=q_CB)
         return (p_CB, q_CB) if T == 1 else (p_CB.div_(T), q_CB.div_(T))
 
     ids_C1 = signal.answer_N[:, None]
@@ -291,9 +355,9 @@ def _look_at_all(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: FullS
     argmax_p, argmax_q = torch.zeros_like(ids_C1), torch.zeros_like(ids_C1)
     sum_p, sum_q = torch.zeros_like(best_p), torch.zeros_like(best_q)  # of exponentials of logits less the best so far
     at_p, at_q, top_q = (torch.full_like(best_p, -torch.inf) for _ in range(3))
-    kept: tuple[torch.Tensor, ...] | None = None
-    for rows in blocks:
-        p_CB, q_CB = logits(rows)
+    relative_to: list[tuple[torch.Tensor, torch.Tensor]] = []  # [C, 1] each: what a piece's exponentials are less of
+    for piece, rows in pieces:
+        p_CB, q_CB = logits(piece, rows)
         _gather(p_CB, ids_C1, rows, at_p)
         _gather(q_CB, ids_C1, rows, at_q)
         new_p, where_p = p_CB.max(-1, keepdim=True)
@@ -302,26 +366,36 @@ def _look_at_all(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: FullS
         argmax_p = torch.where(new_p > best_p, where_p + rows.start, argmax_p)
         argmax_q = torch.where(new_q > best_q, where_q + rows.start, argmax_q)
         now_p, now_q = torch.maximum(best_p, new_p), torch.maximum(best_q, new_q)
-        exp_p, exp_q = (p_CB - now_p).exp_(), (q_CB - now_q).exp_()
+        exp_p = torch.sub(p_CB, now_p, out=pieces.buffer(_P, piece, C)).exp_()
+        exp_q = torch.sub(q_CB, now_q, out=pieces.buffer(_Q, piece, C)).exp_()
         sum_p = sum_p * (best_p - now_p).exp_() + exp_p.sum(-1, keepdim=True)
         sum_q = sum_q * (best_q - now_q).exp_() + exp_q.sum(-1, keepdim=True)
         best_p, best_q = now_p, now_q
-        kept = (p_CB, q_CB, exp_p, exp_q) if len(blocks) == 1 else None
+        relative_to.append((now_p, now_q))
     log_p, log_q = best_p + sum_p.log(), best_q + sum_q.log()
-    if kept is not None:
-        kept = (kept[0].sub_(log_p), kept[1].sub_(log_q), kept[2].div_(sum_p), kept[3].div_(sum_q))
 
-    def parts(rows: slice) -> tuple[torch.Tensor, ...]:
-        """log p, log q, p, q."""
-        if kept is not None:
-            return kept
-        p_CB, q_CB = logits(rows)
-        p_CB, q_CB = p_CB.sub_(log_p), q_CB.sub_(log_q)
-        return p_CB, q_CB, p_CB.exp(), q_CB.exp()
+    def normalised(piece: int, rows: slice) -> tuple[torch.Tensor, ...]:
+        """log p, log q, p, q. Kept pieces are normalised in place, so once."""
+        if pieces.keep:
+            p_CB, q_CB, logp_CB, logq_CB = (pieces.buffer(which, piece, C) for which in range(4))
+            was_p, was_q = relative_to[piece]
+            p_CB.mul_((was_p - log_p).exp())
+            q_CB.mul_((was_q - log_q).exp())
+            return logp_CB.sub_(log_p), logq_CB.sub_(log_q), p_CB, q_CB
+        logp_CB, logq_CB = logits(piece, rows)
+        logp_CB, logq_CB = logp_CB.sub_(log_p), logq_CB.sub_(log_q)
+        p_CB, q_CB = (pieces.buffer(which, piece, C) for which in (_P, _Q))
+        return logp_CB, logq_CB, torch.exp(logp_CB, out=p_CB), torch.exp(logq_CB, out=q_CB)
+
+    def parts(piece: int, rows: slice) -> tuple[torch.Tensor, ...]:
+        """The same once more."""
+        if pieces.keep:
+            return tuple(pieces.buffer(which, piece, C) for which in (_LOGP, _LOGQ, _P, _Q))
+        return normalised(piece, rows)
 
     alpha_C, above_C = torch.zeros_like(hidden_CH[:, 0]), torch.zeros_like(hidden_CH[:, 0])
-    for rows in blocks:
-        _, _, p_CB, q_CB = parts(rows)
+    for piece, rows in pieces:
+        _, _, p_CB, q_CB = normalised(piece, rows)
         alpha_C += torch.minimum(p_CB, q_CB).sum(-1)
         if "tvd_plus_plus" in head.losses:
             above_C += (q_CB * (p_CB > q_CB)).sum(-1)
@@ -341,8 +415,8 @@ def _look_at_all(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: FullS
     nothing = outcomes(none_C0, none_C0, none_C0)
     empty = {name: loss(nothing) for name, loss in head.losses.items()}
     values = dict(empty)
-    for rows in blocks:
-        logp_CB, logq_CB, p_CB, _ = parts(rows)
+    for piece, rows in pieces:
+        logp_CB, logq_CB, p_CB, _ = parts(piece, rows)
         o = outcomes(logp_CB, p_CB, logq_CB)
         for name in head.losses.keys() - POINTWISE:
             values[name] = values[name] + head.losses[name](o) - empty[name]
@@ -365,19 +439,21 @@ def _look_at_all(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: FullS
         g_answer_C, g_top_C = _derivative(ends, at_ends, head.losses, weights, factor_C)
         over_all = {name: w for name, w in weights.items() if name not in POINTWISE}
 
-        def direct(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-            logp_CB, logq_CB, p_CB, q_CB = parts(rows)
+        def direct(piece: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            """g of all outcomes, in the place of log p, and q."""
+            logp_CB, logq_CB, p_CB, q_CB = parts(piece, rows)
             leaf_CB = logq_CB.detach().requires_grad_()
             (g_CB,) = _derivative([leaf_CB], partial(outcomes, logp_CB, p_CB), head.losses, over_all, factor_C)
-            return g_CB, q_CB
+            return logp_CB.copy_(g_CB), q_CB
 
         all_C1 = (g_answer_C + g_top_C)[:, None]
-        made = [direct(rows) for rows in blocks] if len(blocks) == 1 else None
-        for rows in blocks:
-            g_CB, _ = made[0] if made else direct(rows)
-            all_C1 = all_C1 + g_CB.sum(-1, keepdim=True)
-        for rows in blocks:
-            g_CB, q_CB = made[0] if made else direct(rows)
+        for piece, rows in pieces:
+            all_C1 = all_C1 + direct(piece, rows)[0].sum(-1, keepdim=True)
+        for piece, rows in pieces:
+            if pieces.keep:
+                g_CB, q_CB = (pieces.buffer(which, piece, C) for which in (_LOGP, _Q))
+            else:
+                g_CB, q_CB = direct(piece, rows)
             grad_CB = g_CB.addcmul_(q_CB, all_C1, value=-1)
             _add(grad_CB, torch.cat([ids_C1, argmax_p], 1), torch.stack([g_answer_C, g_top_C], 1), rows)
             yield rows, grad_CB

@@ -58,7 +58,8 @@ def run(args: Any) -> list[Row]:
     for name in FORMATS:
         plan_quantize(resolve(pair["draft"]).path, Choice(name, group_size=args.group_size, serve_on="cuda"))
     temperature = open_answers(Path(pair["train"])).meta.get("sampling", {}).get("temperature", 0.0)
-    same = {name: pair[name] for name in ("draft", "train", "heldout")} | {"group_size": args.group_size}
+    same = {name: pair[name] for name in ("draft", "train", "heldout")}
+    same |= {"group_size": args.group_size, "matmul_precision": args.matmul_precision}
     part = {"steps": args.steps, "batch_size": args.batch_size, "lr": args.lr, "trainable": args.trainable,
             "losses": auto(temperature, "greedy")[0]}  # fmt: skip
     specs = [spec(arm="trained", part=None, **same)]

@@ -163,7 +163,7 @@ def head_checks(shapes: Sequence[Mapping[str, int]]) -> Iterator[Row]:
                 )
                 grads = torch.autograd.grad(loss, ours)
                 errors = [relative(loss, true), *(relative(g, t) for g, t in zip(grads, true_grads, strict=True))]
-                blocks = len(Head(V, 33, block).blocks())
+                blocks = len(Head(V, 33, block).pieces(there[0]))
                 case = f"{name}, {kind}, N {shape['N']}, V {V}, H {shape['H']}, {blocks} blocks"
                 yield checked("head", case, max(errors), FLOAT32, loss_error=errors[0])
 
