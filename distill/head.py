@@ -13,14 +13,14 @@ answer and the tail as one bucket: then g_v is 0 but there, and the bucket's par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from distill.losses import LOSSES, FullSignal, Loss, Outcomes, Signal
+from distill.losses import LOSSES, NEED_WHOLE, FullSignal, Loss, Outcomes, Signal
 from pairing.acceptance import acceptance_bracket
 
 LOWEST = -1e4  # log q of a padding row in the target's head: finite, so that p = 0 times it is 0
@@ -394,12 +394,6 @@ def _look_at_all(
         return normalised(piece, rows)
 
     alpha_C, above_C = torch.zeros_like(hidden_CH[:, 0]), torch.zeros_like(hidden_CH[:, 0])
-    for piece, rows in pieces:
-        _, _, p_CB, q_CB = normalised(piece, rows)
-        alpha_C += torch.minimum(p_CB, q_CB).sum(-1)
-        if "tvd_plus_plus" in head.losses:
-            above_C += (q_CB * (p_CB > q_CB)).sum(-1)
-    alpha_C = alpha_C.clamp_(max=1.0)
     answer_C, top_C = (at_q - log_q).squeeze(-1), (top_q - log_q).squeeze(-1)
     none_C0 = hidden_CH[:, :0]
 
@@ -412,14 +406,30 @@ def _look_at_all(
     ) -> Outcomes:
         return Outcomes(logp_CB, logq_CB, p_CB, answer_C, top_C, alpha_C, above_C)
 
-    nothing = outcomes(none_C0, none_C0, none_C0)
-    empty = {name: loss(nothing) for name, loss in head.losses.items()}
-    values = dict(empty)
+    over_pieces = head.losses.keys() - POINTWISE
+    sums = {
+        name: torch.zeros_like(alpha_C) for name in over_pieces
+    }  # over pieces, of what a loss has more than its constant
+
+    def add(names: Set[str], found: tuple[torch.Tensor, ...]) -> None:
+        logp_CB, logq_CB, p_CB, _ = found
+        for name in names:
+            loss = head.losses[name]
+            sums[name] += loss(outcomes(logp_CB, p_CB, logq_CB)) - loss(outcomes(none_C0, none_C0, none_C0))
+
     for piece, rows in pieces:
-        logp_CB, logq_CB, p_CB, _ = parts(piece, rows)
-        o = outcomes(logp_CB, p_CB, logq_CB)
-        for name in head.losses.keys() - POINTWISE:
-            values[name] = values[name] + head.losses[name](o) - empty[name]
+        found = normalised(piece, rows)
+        p_CB, q_CB = found[2:]
+        alpha_C += torch.minimum(p_CB, q_CB).sum(-1)
+        if "tvd_plus_plus" in head.losses:
+            above_C += (q_CB * (p_CB > q_CB)).sum(-1)
+        add(over_pieces - NEED_WHOLE, found)
+    alpha_C.clamp_(max=1.0)
+    if late := over_pieces & NEED_WHOLE:
+        for piece, rows in pieces:
+            add(late, parts(piece, rows))
+    nothing = outcomes(none_C0, none_C0, none_C0)
+    values = {name: loss(nothing) + sums.get(name, 0.0) for name, loss in head.losses.items()}
     argmax_C = argmax_q.squeeze(-1)
     scores = Scores(
         values,

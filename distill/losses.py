@@ -160,5 +160,7 @@ LOSSES: dict[str, Loss] = {
     "cross_entropy": cross_entropy,
     "top1_ce": top1_ce,
 }
+# They read alpha or above, which are known only once all outcomes were seen.
+NEED_WHOLE = frozenset({"tvd_plus_plus", "lk_hybrid", "neg_log_alpha"})
 # A sum over q: outside the head, where q may be large and p is small, neither a bucket nor draws from p can tell it.
 NEED_ALL = frozenset({"reverse_kl", "jsd"})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +42,17 @@ def decoder_autocast(device: torch.device, bf16: bool) -> torch.autocast:
     Ours and not `accelerator.autocast()`, which does nothing under DeepSpeed, whose bf16 would turn the weights to 16 bits.
     """
     return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Float32 products as they are, whatever `matmul_precision` the run has: for checks that compare two ways to one result."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def give_back_memory() -> None:

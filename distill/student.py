@@ -13,6 +13,7 @@ import torch
 
 from distill.batches import Batch
 from distill.mask_blocks import attention, window_of
+from distill.options import exact_products
 from pairing.errors import InputError
 
 Trainable = Literal["all", "layers", "lora", "qlora"]
@@ -94,7 +95,7 @@ def require_plain_head(model: Any, batch: Batch, role: str = "draft") -> None:
     wide = model.dtype == torch.float32
     shared, off = (min(batch.shared, last), 1e-3) if wide else (0, 4 * torch.finfo(model.dtype).eps)
     start = replace(batch, input_BL=ids_BL, shared=shared, row_N=rows, column_N=torch.full_like(rows, last))
-    with torch.no_grad():
+    with torch.no_grad(), exact_products():
         ours_BV = supervised_hidden(model, start) @ model.get_output_embeddings().weight.T
         model_BV = model(input_ids=ids_BL, logits_to_keep=1).logits[:, -1]
     bad_B = ~torch.isfinite(model_BV).all(-1)

@@ -52,7 +52,9 @@ def main(argv: Sequence[str]) -> int:
     made = common.parser((__doc__ or "").splitlines()[0])
     made.add_argument("--smoke", action="store_true", help="tiny random models, a minute: does it all run?")
     made.add_argument("--case", default="orders", help="what to call this pair and data in the results")
-    made.add_argument("--steps", type=int, default=6, help="optimizer steps of a run; the first is not timed")
+    made.add_argument(
+        "--steps", type=int, default=6, help="optimizer steps of a run; the first is not timed; 0 leaves the case out"
+    )
     made.add_argument(
         "--alpha-steps", type=int, default=24, help="steps of the first run of each contender, which is scored"
     )
@@ -85,7 +87,8 @@ def run(args: Any) -> list[Row]:
         common.require(args, "draft", "train", "heldout")
         target = str(resolve(args.target).path)
         pair = {"target": target, "draft": str(args.draft), "train": str(args.train), "heldout": str(args.heldout)}
-        cases += [(args.case, pair, args.steps, args.alpha_steps)]
+        if args.steps:
+            cases += [(args.case, pair, args.steps, args.alpha_steps)]
         if args.wide_steps:
             cases += [
                 ("151,936 rows", common.random_pair(args.wide_folder, **common.WIDE), args.wide_steps, args.wide_steps)
