@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +15,13 @@ import torch
 from distill.answers import open_answers
 from distill.batches import Batch, check_rows, collate
 from distill.mask_blocks import with_blocks
-from distill.options import checkpoint_layers, compile_layers, decoder_autocast
+from distill.options import checkpoint_layers, compile_layers, decoder_autocast, exact_products
 from distill.student import freeze, supervised_hidden
+from pairing.errors import InputError
+from pairing.files import read_jsonl
+from pairing.init import init_drafter
+from pairing.source import resolve
+from recipes import distill
 from tests import tiny
 from tests.stored_answers import made_up, store
 
@@ -106,3 +113,35 @@ def test_freed_buffers_go_back_at_once() -> None:
         for word in ("back", "as it is")
     ]
     assert found[0] < 10 < 100 < found[1]
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    """A process has one; the next test finds it as it was."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_matmul_precision_is_the_runs_own_and_checks_are_exact(tmp_path: Path, precision: None) -> None:
+    """Losses are those of exact products up to bfloat16's rounding, which some CPUs do there; a check that compares two ways
+    to the same logits does without."""
+    target = tiny.folder(tmp_path / "target", layers=3)
+    init_drafter(resolve(str(target)), tmp_path / "draft", [0, 2])
+    store(tmp_path / "answers", made_up([3, 20, 7, 9]), target)
+    losses = {}
+    for name in ("highest", "medium"):
+        words = [f"draft={tmp_path / 'draft'}", f"data={tmp_path / 'answers'}", f"out={tmp_path / name}", "max_steps=3"]
+        assert distill.main([*words, "batch_size=2", "threads=1", f"matmul_precision={name}"]) == 0
+        assert torch.get_float32_matmul_precision() == name
+        rows = read_jsonl(tmp_path / name / "metrics.jsonl")
+        losses[name] = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert losses["medium"] == pytest.approx(losses["highest"], rel=0.02)
+    with exact_products():
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.get_float32_matmul_precision() == "medium"
+
+
+def test_another_matmul_precision_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="matmul_precision"):
+        distill.main([f"draft={tmp_path}", f"data={tmp_path}", f"out={tmp_path / 'out'}", "matmul_precision=low"])
