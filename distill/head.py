@@ -4,11 +4,13 @@ Shapes: N supervised positions, C of them in a chunk, H hidden, V vocabulary row
 head, M draws from outside it, X outcomes that the loss sees.
 
 Positions go in chunks, and a chunk's logits in pieces of the vocabulary that a CPU's cache holds while the passes over them
-are made, each into a buffer that all chunks share: fresh ones would be mapped and cleared page by page, which takes longer than
-the passes (docs/notebook.md). Where the vocabulary is wider than `block`, pieces are not kept but made again for each
-pass, so that memory is C · B whatever N and V are. With g the loss's derivative by log q of what it
-sees and G = Σ g, the derivative by logit v is g_v − q_v G. From the cache the loss sees only the head's ids, the draws, the
-answer and the tail as one bucket: then g_v is 0 but there, and the bucket's part is 1[v in tail] g_tail q_v / q_tail.
+are made, each in a buffer that all chunks share: fresh ones would be mapped and cleared page by page, which takes longer than
+the passes (docs/notebook.md). Where the vocabulary is wider than `block`, pieces are not kept but made again for each pass, so
+that memory is C · B whatever N and V are.
+
+With g the loss's derivative by log q of what it sees and G = Σ g, the derivative by logit v is g_v − q_v G. From the cache the
+loss sees only the head's ids, the draws, the answer and the tail as one bucket: then g_v is 0 but there, and the bucket's part
+is 1[v in tail] g_tail q_v / q_tail.
 """
 
 from __future__ import annotations
@@ -407,9 +409,8 @@ def _look_at_all(
         return Outcomes(logp_CB, logq_CB, p_CB, answer_C, top_C, alpha_C, above_C)
 
     over_pieces = head.losses.keys() - POINTWISE
-    sums = {
-        name: torch.zeros_like(alpha_C) for name in over_pieces
-    }  # over pieces, of what a loss has more than its constant
+    # over pieces, of what a loss has more than its constant
+    sums = {name: torch.zeros_like(alpha_C) for name in over_pieces}
 
     def add(names: Set[str], found: tuple[torch.Tensor, ...]) -> None:
         logp_CB, logq_CB, p_CB, _ = found
