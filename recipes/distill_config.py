@@ -120,8 +120,8 @@ class DistillConfig(Strict):
     """how the served drafter proposes, as in vLLM: for objective=auto, and whose τ evaluations and take=best go by"""
     num_speculative_tokens: int = Field(default=4, ge=1)
     """tokens drafted a round, as served: for survival and for the best checkpoint"""
-    survival: bool = False
-    """weights positions by their chance to be reached in a round"""
+    survival: bool | None = None
+    """weights positions by their chance to be reached in a round; null: with parallel_drafting (docs/parallel.md)"""
     parallel_drafting: int | None = Field(default=None, ge=2, le=64)
     """also trains mask tokens, so that up to so many drafts come from one pass (vLLM's parallel_drafting); docs/parallel.md"""
     masks: MaskConfig = MaskConfig()
@@ -172,6 +172,8 @@ class DistillConfig(Strict):
 
     @model_validator(mode="after")
     def _is_possible(self) -> DistillConfig:
+        if self.survival is None:
+            self.survival = self.parallel_drafting is not None
         if self.epochs is None and self.max_steps is None and self.minutes is None:
             self.epochs = 3.0
         given = self.losses.given()

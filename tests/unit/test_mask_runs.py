@@ -26,6 +26,7 @@ from pairing.init import init_drafter
 from pairing.pair import read_pair
 from pairing.source import load_model, resolve
 from recipes import distill
+from recipes.distill_config import DistillConfig
 from tests import tiny
 from tests.sample_run import evaluation, with_one_pass
 from tests.stored_answers import answered, made_up, store
@@ -63,6 +64,14 @@ def words(place: Path, out: Path, **more: Any) -> list[str]:
     given = {"draft": place / "draft", "data": place / "train", "heldout.own": place / "held", "out": out, "max_steps": 4,
              "batch_size": 4, "threads": 1, "num_speculative_tokens": 3, **more}  # fmt: skip
     return [f"{k}={v}" for k, v in given.items()]
+
+
+@pytest.mark.parametrize(
+    ("given", "survival"),
+    [({}, False), ({"parallel_drafting": 4}, True), ({"parallel_drafting": 4, "survival": False}, False)],
+)
+def test_offsets_are_weighted_by_their_survival_unless_told_otherwise(given: dict[str, Any], survival: bool) -> None:
+    assert DistillConfig(draft=Path("d"), data=Path("a"), out=Path("o"), **given).survival is survival
 
 
 ONE_PASS = {"parallel_drafting": 4, "masks.token": MASK}
