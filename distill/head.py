@@ -77,7 +77,6 @@ class _Pieces:
         self.rows, self.keep, positions = head.pieces(hidden_NH), head.keep, head.positions(hidden_NH)
         widest = max((r.stop - r.start for r in self.rows), default=0)
         slots = len(self.rows) if self.keep else 1
-        # a buffer each, so that none is longer than what it holds by more than a piece
         self._buffers = [hidden_NH.new_empty(slots, positions * widest, dtype=torch.float32) for _ in range(quantities)]
 
     def __iter__(self) -> Iterator[tuple[int, slice]]:
