@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -29,12 +30,13 @@ LOWEST = -1e4  # log q of a padding row in the target's head: finite, so that p 
 SMALLEST = torch.finfo(torch.float32).tiny  # under the tail's mass where every logit outside the head underflows
 
 REPORTED = ("forward_kl", "cross_entropy")  # what every run's log gives, whatever it minimises
-PIECE = 1 << 18  # logits that a CPU's cache holds while the passes over them are made: 1 MiB
+PIECE = 1 << 19  # logits that a CPU's cache holds while the passes over them are made: 2 MiB
 LEAST_COLUMNS = 1024  # of a piece: products of fewer are slow
 POINTWISE = frozenset(
     {"cross_entropy", "top1_ce"}
 )  # they look at one id, so blocks of the vocabulary have no part in them
 AnySignal = Signal | FullSignal
+QUANTITIES = {Signal: 1, FullSignal: 4}  # of a chunk's logits that are kept: see `_look_at_cached`, `_look_at_all`
 
 
 @dataclass(frozen=True)
@@ -45,39 +47,45 @@ class Head:
     chunk: int | None = None  # positions at a time; None: as many as `positions_at_once` says
     block: int = 1 << 19  # vocabulary rows whose logits are kept; more than these are made again for each pass
     losses: Mapping[str, Loss] = field(default_factory=lambda: {name: LOSSES[name] for name in REPORTED})
+    kept: dict[int, torch.Tensor] = field(
+        default_factory=dict, compare=False, repr=False
+    )  # a CPU's buffers, by quantities
 
     @property
     def keep(self) -> bool:
         """Whether a chunk's pieces are all kept."""
         return self.real <= self.block
 
-    def chunks(self, hidden_NH: torch.Tensor) -> list[slice]:
-        size = self.chunk or positions_at_once(min(self.real, self.block), hidden_NH.device)
-        return [slice(i, i + size) for i in range(0, len(hidden_NH), size)]
-
-    def pieces(self, hidden_NH: torch.Tensor) -> list[slice]:
-        """Of the vocabulary: blocks, and on a CPU parts of them that its cache holds."""
-        size = self.block
-        if hidden_NH.device.type == "cpu":
-            size = min(size, max(LEAST_COLUMNS, PIECE // max(1, self.positions(hidden_NH))))
-        return [slice(i, min(i + size, self.real)) for i in range(0, self.real, size)]
-
-    def positions(self, hidden_NH: torch.Tensor) -> int:
-        """In the largest chunk."""
-        return max((min(c.stop, len(hidden_NH)) - c.start for c in self.chunks(hidden_NH)), default=0)
+    def chunks(self, positions: int, device: torch.device, quantities: int) -> list[slice]:
+        """As few as there may be, and then equally long ones: short products are slow."""
+        size = self.chunk
+        if size is None and positions:
+            most = positions_at_once(min(self.real, self.block), device, quantities)
+            size = ceil(positions / ceil(positions / most))
+        return [slice(i, min(i + size, positions)) for i in range(0, positions, size)] if size else []
 
 
 class _Pieces:
-    """A chunk's pieces and their buffers, `quantities` for each, which the next chunk uses again.
+    """A chunk's pieces of the vocabulary (blocks, and on a CPU parts of them that its cache holds) and their buffers,
+    `quantities` for each, which the next chunk uses again, and on a CPU the next call.
 
     Where pieces are not kept all share the first one's, so that a pass makes anew what it looks at.
     """
 
     def __init__(self, head: Head, hidden_NH: torch.Tensor, quantities: int) -> None:
-        self.rows, self.keep, positions = head.pieces(hidden_NH), head.keep, head.positions(hidden_NH)
-        widest = max((r.stop - r.start for r in self.rows), default=0)
-        slots = len(self.rows) if self.keep else 1
-        self._buffers = [hidden_NH.new_empty(slots, positions * widest, dtype=torch.float32) for _ in range(quantities)]
+        self.chunks, self.keep = head.chunks(len(hidden_NH), hidden_NH.device, quantities), head.keep
+        positions = max((c.stop - c.start for c in self.chunks), default=0)
+        widest = min(head.real, head.block)
+        if hidden_NH.device.type == "cpu":
+            widest = min(widest, max(LEAST_COLUMNS, PIECE // max(1, positions)))
+        self.rows = [slice(i, min(i + widest, head.real)) for i in range(0, head.real, widest)]
+        shape = (quantities, len(self.rows) if self.keep else 1, positions * widest)
+        flat = head.kept.get(quantities)
+        if flat is None or flat.numel() < prod(shape):
+            flat = hidden_NH.new_empty(prod(shape), dtype=torch.float32)
+            if flat.device.type == "cpu":
+                head.kept[quantities] = flat
+        self._buffers = flat[: prod(shape)].view(shape)
 
     def __iter__(self) -> Iterator[tuple[int, slice]]:
         return iter(enumerate(self.rows))
@@ -85,15 +93,16 @@ class _Pieces:
     def buffer(self, quantity: int, piece: int, positions: int) -> torch.Tensor:
         """[positions, columns of the piece], contiguous, uninitialised or as it was left."""
         columns = self.rows[piece].stop - self.rows[piece].start
-        flat = self._buffers[quantity][piece if self.keep else 0]
+        flat = self._buffers[quantity, piece if self.keep else 0]
         return flat[: positions * columns].view(positions, columns)
 
 
-def positions_at_once(columns: int, device: torch.device) -> int:
-    """Positions whose logits, `columns` wide, fill 24 MiB on a CPU, but 64 at least, below which products are slow; 256 MiB
-    elsewhere, where many small kernels are what costs (docs/notebook.md)."""
-    cpu = device.type == "cpu"
-    return max(64 if cpu else 1, (24 if cpu else 256) * 2**20 // (4 * columns))
+def positions_at_once(columns: int, device: torch.device, quantities: int) -> int:
+    """Positions whose logits, `columns` wide, and what else is kept of them fill 160 MiB on a CPU, but 64 at least, below which
+    products are slow; elsewhere, where many small kernels are what costs, 256 MiB a quantity (docs/notebook.md)."""
+    if device.type == "cpu":
+        return max(64, 160 * 2**20 // (4 * columns * quantities))
+    return max(1, 256 * 2**20 // (4 * columns))
 
 
 @dataclass(frozen=True)
@@ -137,8 +146,7 @@ def head_scores(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, signal: AnySig
     """The scores alone, without gradient."""
     with torch.no_grad():
         W_VH, pieces = weight_VH.float(), _pieces(signal, head, hidden_NH)
-        chunks = head.chunks(hidden_NH)
-        parts = [_view(hidden_NH[some].float(), W_VH, signal[some], head, pieces).scores for some in chunks]
+        parts = [_view(hidden_NH[some].float(), W_VH, signal[some], head, pieces).scores for some in pieces.chunks]
     return _join(parts, hidden_NH, head)
 
 
@@ -179,7 +187,7 @@ class _HeadLoss(torch.autograd.Function):
             return sum(losses, start=torch.zeros((), device=hidden_NH.device))
 
         total = torch.zeros((), dtype=torch.float32, device=hidden_NH.device)
-        for some in head.chunks(hidden_NH):
+        for some in pieces.chunks:
             total += chunk(some)
         scores.append(_join(parts, hidden_NH, head))
         ctx.save_for_backward(grad_hidden.to(hidden_NH.dtype), grad_weight)
@@ -207,7 +215,7 @@ class _View:
 
 
 def _pieces(signal: AnySignal, head: Head, hidden_NH: torch.Tensor) -> _Pieces:
-    return _Pieces(head, hidden_NH, 4 if isinstance(signal, FullSignal) else 1)
+    return _Pieces(head, hidden_NH, QUANTITIES[type(signal)])
 
 
 def _view(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, signal: AnySignal, head: Head, pieces: _Pieces) -> _View:

@@ -56,10 +56,13 @@ def exact_products() -> Iterator[None]:
 
 
 def give_back_memory() -> None:
-    """Makes glibc return every freed buffer of 4 MiB or more at once; elsewhere does nothing.
+    """Makes glibc return every freed buffer of 4 MiB or more at once, and of smaller ones keep 32 MiB; elsewhere does nothing.
 
-    Left alone it raises that bound to 32 MiB as it sees buffers freed, keeps what is smaller in its heap, and finds the holes
-    there too small for the next chunk: a third of a step's peak (mallopt(3), M_MMAP_THRESHOLD; docs/notebook.md).
+    Left alone it raises the first bound to 32 MiB as it sees buffers freed, keeps what is smaller in its heap, and finds the
+    holes there too small for the next chunk: a third of a step's peak. With that bound set it would give the heap's end back
+    whenever 128 KiB are free there, and have it mapped again for the next piece of logits: a fifth of a step (mallopt(3),
+    M_MMAP_THRESHOLD, M_TRIM_THRESHOLD; docs/notebook.md).
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(-3, 4 * 2**20)
+        mallopt(-1, 32 * 2**20)

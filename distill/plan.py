@@ -12,7 +12,8 @@ import torch
 
 from distill.batches import Rows
 from distill.evaluate_parallel import MASKS
-from distill.head import positions_at_once
+from distill.head import QUANTITIES, positions_at_once
+from distill.losses import FullSignal, Signal
 from distill.settings import Settings, steps_of
 from distill.student import freeze
 from pairing.weights import parameters, read_headers
@@ -49,7 +50,8 @@ def plan_run(
     )  # the weights themselves, while their 4-bit values stand in
     weights = copy + 4 * sum(p.numel() for p in model.parameters()) + sum(n * beside[f] for f, n in frozen.items())
     columns = min(head.shape[0], settings.block)
-    chunk = settings.chunk or positions_at_once(columns, device)
+    quantities = QUANTITIES[FullSignal if beside else Signal]
+    chunk = settings.chunk or positions_at_once(columns, device, quantities)
     return {
         "prompts": len(rows),
         "tokens": tokens,
@@ -64,7 +66,10 @@ def plan_run(
         "trainable_parameters": params,
         "checkpoint_bytes": 12 * params,
         "drafter_bytes": sum(f.stat().st_size for f in draft.glob("*.safetensors")),
-        "memory_bytes": weights + 12 * params + 8 * chunk * columns + _attention_bytes(settings, rows, heldout),
+        "memory_bytes": weights
+        + 12 * params
+        + 4 * quantities * chunk * columns
+        + _attention_bytes(settings, rows, heldout),
     }
 
 

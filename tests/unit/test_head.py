@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -298,11 +299,49 @@ def test_bfloat16_hidden_states_are_scored_in_float32() -> None:
     assert loss.item() == pytest.approx(whole(half.detach().float(), weight, signal, torch.float64).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("real", "positions"), [(512, 12_288), (49_152, 128), (151_936, 64), (3 * 10**8, 64)])
-def test_a_chunk_is_as_many_positions_as_fill_its_buffer(real: int, positions: int) -> None:
-    """24 MiB of logits, or 64 positions of a very wide vocabulary, of which a block is what counts."""
-    assert positions_at_once(real, torch.device("cpu")) == positions
-    some = Head(real).chunks(torch.zeros(300, 1))
-    assert [s.stop - s.start for s in some] == [positions] * len(some)
-    assert some[-1].start < 300 <= some[-1].stop
-    assert Head(real, 7).chunks(torch.zeros(10, 1)) == [slice(0, 7), slice(7, 14)]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("real", "quantities", "positions"),
+    [(512, 1, 81_920), (49_152, 1, 853), (49_152, 4, 213), (151_936, 1, 276), (151_936, 4, 69), (3 * 10**8, 1, 80)],
+)
+def test_a_chunk_is_as_many_positions_as_fill_the_buffers(real: int, quantities: int, positions: int) -> None:
+    """160 MiB in all, of a very wide vocabulary a block; and chunks are as few as that makes them, and equally long."""
+    assert positions_at_once(min(real, 1 << 19), CPU, quantities) == positions
+    some = Head(real).chunks(300, CPU, quantities)
+    assert (some[0].start, some[-1].stop, len(some)) == (0, 300, -(-300 // positions))
+    assert all(a.stop == b.start for a, b in pairwise(some))
+    lengths = [s.stop - s.start for s in some]
+    assert max(lengths) - min(lengths) < len(some)
+
+
+def test_a_chunk_is_as_long_as_one_asks() -> None:
+    assert Head(512, 7).chunks(10, CPU, 1) == [slice(0, 7), slice(7, 10)]
+    assert positions_at_once(10**9, CPU, 4) == 64  # fewer would make slow products
+    assert Head(512).chunks(0, CPU, 1) == []
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_buffers_that_a_call_left_are_used_again_and_change_nothing(chunk: int | None) -> None:
+    """Calls of more and of fewer positions, with the record and the whole distribution, by one head and by a new one each."""
+    one = Head(REAL, chunk)
+    left: set[int] = set()
+    for n in (N, 5, N, 11):
+        hidden, weight, signal, _ = problem(seed=n, n=n)
+        g = torch.Generator().manual_seed(n)
+        full = FullSignal(signal.answer_N, torch.randn(n, H, generator=g), torch.randn(V, H, generator=g))
+        for each in (signal, full):
+            for head in (one, Head(REAL, chunk)):
+                hidden.grad = weight.grad = None
+                loss, _ = head_loss(hidden, weight, each, WEIGHTS, head)
+                loss.backward()
+                assert hidden.grad is not None
+                assert weight.grad is not None
+                if head is one:
+                    expected = loss.item(), hidden.grad, weight.grad
+            assert expected[0] == loss.item()
+            assert torch.equal(expected[1], hidden.grad)
+            assert torch.equal(expected[2], weight.grad)
+        left |= {flat.data_ptr() for flat in one.kept.values()}
+    assert len(left) == 2  # the first call of each kind was the largest
