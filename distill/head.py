@@ -233,11 +233,14 @@ def _look_at_cached(
     which cancels) and, scaled in place, the gradient; where pieces are not kept they are made again for it.
     """
     draws_CM = signal.tail_ids_NM if signal.tail_ids_NM is not None else signal.head_ids_NK[:, :0]
-    ids_CS = torch.cat([signal.head_ids_NK, draws_CM, signal.answer_N[:, None]], 1)
+    more_CS = torch.cat([draws_CM, signal.answer_N[:, None]], 1)
     K, M = signal.head_ids_NK.shape[1], draws_CM.shape[1]
-    seen_CS = torch.full(ids_CS.shape, -torch.inf, device=hidden_CH.device)
-    largest_C1 = torch.full_like(seen_CS[:, :1], -torch.inf)
-    argmax_C1, tail_C = torch.zeros_like(ids_CS[:, :1]), torch.zeros_like(seen_CS[:, 0])
+    at_head, at_more = _Places(signal.head_ids_NK, pieces.rows), _Places(more_CS, pieces.rows)
+    head_logits_CK, more_logits_CS = (
+        torch.full(i.shape, -torch.inf, device=i.device) for i in (signal.head_ids_NK, more_CS)
+    )
+    largest_C1 = torch.full_like(head_logits_CK[:, :1], -torch.inf)
+    argmax_C, tail_C = torch.zeros_like(signal.answer_N), torch.zeros_like(head_logits_CK[:, 0])
     relative_to: list[torch.Tensor] = []  # [C, 1] a piece: what was taken from its logits
 
     def logits(piece: int, rows: slice) -> torch.Tensor:
@@ -245,19 +248,19 @@ def _look_at_cached(
 
     for piece, rows in pieces:
         logits_CB = logits(piece, rows)
-        _gather(logits_CB, ids_CS, rows, seen_CS)
-        top_C1, at_C1 = logits_CB.max(-1, keepdim=True)
-        argmax_C1 = torch.where(top_C1 > largest_C1, at_C1 + rows.start, argmax_C1)
-        now_C1 = torch.maximum(largest_C1, top_C1)
-        exp_CB = _without(logits_CB.sub_(now_C1).exp_(), signal.head_ids_NK, rows)
+        at_head.read(piece, logits_CB, head_logits_CK)
+        at_more.read(piece, logits_CB, more_logits_CS)
+        now_C1, higher, columns = _higher(logits_CB, largest_C1)
+        argmax_C[higher] = columns + rows.start
+        exp_CB = at_head.write(piece, logits_CB.sub_(now_C1).exp_(), 0.0)
         tail_C = tail_C * (largest_C1 - now_C1).exp().squeeze(-1) + exp_CB.sum(-1)
         largest_C1 = now_C1
         relative_to.append(now_C1)
     tail_C = tail_C.clamp_(min=SMALLEST)
-    shifted_CS = seen_CS - largest_C1
-    total_C = tail_C + shifted_CS[:, :K].exp().sum(-1)
+    seen_CS = torch.cat([head_logits_CK, more_logits_CS], 1).sub_(largest_C1)
+    total_C = tail_C + seen_CS[:, :K].exp().sum(-1)
     log_total_C = total_C.log()
-    logq_CS = (shifted_CS - log_total_C[:, None]).clamp_(min=LOWEST)
+    logq_CS = seen_CS.sub_(log_total_C[:, None]).clamp_(min=LOWEST)
     head_CK, draws_q_CM, answer_C = logq_CS[:, :K], logq_CS[:, K : K + M], logq_CS[:, -1]
     bucket_C = tail_C.log() - log_total_C
 
@@ -293,7 +296,6 @@ def _look_at_cached(
         )
 
     o = outcomes(head_CK, draws_q_CM, bucket_C, answer_C)
-    argmax_C = argmax_C1.squeeze(-1)
     scores = Scores(
         {name: loss(o) for name, loss in head.losses.items()},
         (argmax_C == signal.head_ids_NK[:, 0]).float(),
@@ -310,16 +312,16 @@ def _look_at_cached(
         g_CK, g_CM, g_tail_C, g_answer_C = _derivative(leaves, outcomes, head.losses, weights, factor_C)
         all_C = g_CK.sum(-1) + g_CM.sum(-1) + g_tail_C + g_answer_C
         scale_C1 = ((g_tail_C / q_tail_C.clamp(min=SMALLEST) - all_C) / total_C)[:, None]
-        at_head_CK = g_CK - q_CK * all_C[:, None]
-        more_CS = torch.cat([g_CM, g_answer_C[:, None]], 1)
+        g_head_CK = g_CK - q_CK * all_C[:, None]
+        g_more_CS = torch.cat([g_CM, g_answer_C[:, None]], 1)
         for piece, rows in pieces:
             if pieces.keep:
                 exp_CB = pieces.buffer(0, piece, len(hidden_CH))
                 grad_CB = exp_CB.mul_(scale_C1 * (relative_to[piece] - largest_C1).exp())
             else:
                 grad_CB = logits(piece, rows).sub_(largest_C1).exp_().mul_(scale_C1)
-            _put(grad_CB, signal.head_ids_NK, at_head_CK, rows)
-            _add(grad_CB, ids_CS[:, K:], more_CS, rows)
+            at_head.write(piece, grad_CB, g_head_CK)
+            at_more.add(piece, grad_CB, g_more_CS)
             yield rows, grad_CB
 
     return _View(scores, gradient)
@@ -359,22 +361,20 @@ def _look_at_all(
         torch.mm(hidden_CH, weight_VH[rows].T, out=q_CB)
         return (p_CB, q_CB) if T == 1 else (p_CB.div_(T), q_CB.div_(T))
 
-    ids_C1 = signal.answer_N[:, None]
+    at_answer = _Places(signal.answer_N[:, None], pieces.rows)
     best_p, best_q = (torch.full_like(hidden_CH[:, :1], -torch.inf) for _ in range(2))
-    argmax_p, argmax_q = torch.zeros_like(ids_C1), torch.zeros_like(ids_C1)
+    argmax_p, argmax_q = (torch.zeros_like(signal.answer_N) for _ in range(2))
     sum_p, sum_q = torch.zeros_like(best_p), torch.zeros_like(best_q)  # of exponentials of logits less the best so far
     at_p, at_q, top_q = (torch.full_like(best_p, -torch.inf) for _ in range(3))
     relative_to: list[tuple[torch.Tensor, torch.Tensor]] = []  # [C, 1] each: what a piece's exponentials are less of
     for piece, rows in pieces:
         p_CB, q_CB = logits(piece, rows)
-        _gather(p_CB, ids_C1, rows, at_p)
-        _gather(q_CB, ids_C1, rows, at_q)
-        new_p, where_p = p_CB.max(-1, keepdim=True)
-        new_q, where_q = q_CB.max(-1, keepdim=True)
-        top_q = torch.where(new_p > best_p, q_CB.gather(-1, where_p), top_q)
-        argmax_p = torch.where(new_p > best_p, where_p + rows.start, argmax_p)
-        argmax_q = torch.where(new_q > best_q, where_q + rows.start, argmax_q)
-        now_p, now_q = torch.maximum(best_p, new_p), torch.maximum(best_q, new_q)
+        at_answer.read(piece, p_CB, at_p)
+        at_answer.read(piece, q_CB, at_q)
+        now_p, higher, columns = _higher(p_CB, best_p)
+        argmax_p[higher], top_q[higher, 0] = columns + rows.start, q_CB[higher, columns]
+        now_q, higher, columns = _higher(q_CB, best_q)
+        argmax_q[higher] = columns + rows.start
         exp_p = torch.sub(p_CB, now_p, out=pieces.buffer(_P, piece, C)).exp_()
         exp_q = torch.sub(q_CB, now_q, out=pieces.buffer(_Q, piece, C)).exp_()
         sum_p = sum_p * (best_p - now_p).exp_() + exp_p.sum(-1, keepdim=True)
@@ -438,23 +438,23 @@ def _look_at_all(
             add(late, parts(piece, rows))
     nothing = outcomes(none_C0, none_C0, none_C0)
     values = {name: loss(nothing) + sums.get(name, 0.0) for name, loss in head.losses.items()}
-    argmax_C = argmax_q.squeeze(-1)
     scores = Scores(
         values,
-        (argmax_C == argmax_p.squeeze(-1)).float(),
-        (argmax_C == signal.answer_N).float(),
+        (argmax_q == argmax_p).float(),
+        (argmax_q == signal.answer_N).float(),
         (answer_C - (at_p - log_p).squeeze(-1)).clamp(max=0.0).exp(),
         alpha_C,
         alpha_C,
         alpha_C,
-        argmax_C,
+        argmax_q,
     )
 
     def gradient(weights: dict[str, float], factor_C: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         factor_C = factor_C / T
         ends = [t.detach().requires_grad_() for t in (answer_C, top_C)]
-        at_ends = partial(outcomes, none_C0, none_C0, none_C0)
-        g_answer_C, g_top_C = _derivative(ends, at_ends, head.losses, weights, factor_C)
+        g_answer_C, g_top_C = _derivative(
+            ends, partial(outcomes, none_C0, none_C0, none_C0), head.losses, weights, factor_C
+        )
         over_all = {name: w for name, w in weights.items() if name not in POINTWISE}
 
         def direct(piece: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -464,7 +464,9 @@ def _look_at_all(
             (g_CB,) = _derivative([leaf_CB], partial(outcomes, logp_CB, p_CB), head.losses, over_all, factor_C)
             return logp_CB.copy_(g_CB), q_CB
 
-        all_C1 = (g_answer_C + g_top_C)[:, None]
+        ends_C2 = torch.stack([g_answer_C, g_top_C], 1)
+        at_ends = _Places(torch.stack([signal.answer_N, argmax_p], 1), pieces.rows)
+        all_C1 = ends_C2.sum(-1, keepdim=True)
         for piece, rows in pieces:
             all_C1 = all_C1 + direct(piece, rows)[0].sum(-1, keepdim=True)
         for piece, rows in pieces:
@@ -473,7 +475,7 @@ def _look_at_all(
             else:
                 g_CB, q_CB = direct(piece, rows)
             grad_CB = g_CB.addcmul_(q_CB, all_C1, value=-1)
-            _add(grad_CB, torch.cat([ids_C1, argmax_p], 1), torch.stack([g_answer_C, g_top_C], 1), rows)
+            at_ends.add(piece, grad_CB, ends_C2)
             yield rows, grad_CB
 
     return _View(scores, gradient)
@@ -499,40 +501,45 @@ def _derivative(
     return torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
 
 
-def _gather(logits_CB: torch.Tensor, ids_CS: torch.Tensor, rows: slice, out_CS: torch.Tensor) -> None:
-    """out[c, s] = logit of ids[c, s], for the ids in this block."""
-    inside_CS, at_CS = _inside(ids_CS, rows)
-    out_CS.copy_(torch.where(inside_CS, logits_CB.gather(-1, at_CS), out_CS))
+def _higher(logits_CB: torch.Tensor, best_C1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The best so far with this piece; which positions have it from here, and in which column each. After a few pieces these
+    are few, and to look for a place takes three times as long as for a value.
+    """
+    top_C1 = logits_CB.amax(-1, keepdim=True)
+    higher = (top_C1 > best_C1).squeeze(-1).nonzero().squeeze(-1)
+    theirs = logits_CB if len(higher) == len(logits_CB) else logits_CB[higher]
+    return torch.maximum(best_C1, top_C1), higher, theirs.argmax(-1)
 
 
-def _without(exp_CB: torch.Tensor, ids_CS: torch.Tensor, rows: slice) -> torch.Tensor:
-    """The same with 0 at these ids."""
-    inside_CS, at_CS = _inside(ids_CS, rows)
-    if bool(inside_CS.all()):
-        return exp_CB.scatter_(-1, at_CS, 0.0)
-    keep_CS = torch.where(inside_CS, 0.0, torch.inf)  # the smaller of an exponential and this
-    return exp_CB.scatter_reduce_(-1, at_CS, keep_CS, "amin")
+class _Places:
+    """Where a chunk's ids [C, S] lie: sorted, so that each piece is asked for its own alone. Ids of padding rows lie nowhere."""
 
+    def __init__(self, ids_CS: torch.Tensor, pieces: list[slice]) -> None:
+        flat, self._order = ids_CS.flatten().sort()
+        self._position, self._id = self._order // max(1, ids_CS.shape[1]), flat
+        edges = torch.tensor([0, *(rows.stop for rows in pieces)], device=flat.device)
+        self._start = [rows.start for rows in pieces]
+        self._edges = torch.searchsorted(flat, edges).tolist()
 
-def _put(grad_CB: torch.Tensor, ids_CS: torch.Tensor, value_CS: torch.Tensor, rows: slice) -> None:
-    """grad[c, ids[c, s]] = value[c, s]; the ids of a position differ."""
-    inside_CS, at_CS = _inside(ids_CS, rows)
-    if bool(inside_CS.all()):
-        grad_CB.scatter_(-1, at_CS, value_CS)
-    else:
-        old_CS = grad_CB.gather(-1, at_CS)
-        grad_CB.scatter_add_(-1, at_CS, torch.where(inside_CS, value_CS - old_CS, 0.0))
+    def _of(self, piece: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Of the ids in a piece: which of the C·S they are; their positions and columns."""
+        here = slice(self._edges[piece], self._edges[piece + 1])
+        return self._order[here], (self._position[here], self._id[here] - self._start[piece])
 
+    def read(self, piece: int, from_CB: torch.Tensor, into_CS: torch.Tensor) -> None:
+        which, at = self._of(piece)
+        into_CS.view(-1)[which] = from_CB[at]
 
-def _add(grad_CB: torch.Tensor, ids_CS: torch.Tensor, value_CS: torch.Tensor, rows: slice) -> None:
-    inside_CS, at_CS = _inside(ids_CS, rows)
-    grad_CB.scatter_add_(-1, at_CS, torch.where(inside_CS, value_CS, 0.0))
+    def write(self, piece: int, into_CB: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+        """`into` with value[c, s], or the one number, at each id; the ids of a position differ."""
+        which, at = self._of(piece)
+        into_CB[at] = value.flatten()[which] if isinstance(value, torch.Tensor) else value
+        return into_CB
 
-
-def _inside(ids_CS: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether an id is in the block, and its column there (0 where it is not)."""
-    inside_CS = (ids_CS >= rows.start) & (ids_CS < rows.stop)
-    return inside_CS, torch.where(inside_CS, ids_CS - rows.start, 0)
+    def add(self, piece: int, into_CB: torch.Tensor, value_CS: torch.Tensor) -> None:
+        """value[c, s] added at each id, once for each time that it is there."""
+        which, at = self._of(piece)
+        into_CB.index_put_(at, value_CS.flatten()[which], accumulate=True)
 
 
 def _join(parts: list[Scores], like: torch.Tensor, head: Head) -> Scores:

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+SHORT = 256  # columns
 FORMS = 16  # in which a compiled layer may meet its input: a prefix, its cache or neither; one row or more; learning or not; …
 
 
@@ -42,6 +44,27 @@ def decoder_autocast(device: torch.device, bf16: bool) -> torch.autocast:
     Ours and not `accelerator.autocast()`, which does nothing under DeepSpeed, whose bf16 would turn the weights to 16 bits.
     """
     return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+
+
+def left_alone(decoder: Any) -> bool:
+    """Whether its layers are compiled, or run once more for the gradient: then how they run may not differ by call."""
+    compiled = any(getattr(layer, "_compiled_call_impl", None) is not None for layer in getattr(decoder, "layers", ()))
+    return compiled or bool(getattr(decoder, "gradient_checkpointing", False))
+
+
+@contextmanager
+def short_attention(decoder: Any, input_BL: torch.Tensor) -> Iterator[None]:
+    """Attention over short rows as whole products on a CPU whose float32 products are oneDNN's (`matmul_precision`).
+
+    torch's CPU kernel goes tile by tile, and a tile's product costs oneDNN more to begin than to do: 9.5 ms for 8 rows of 63
+    columns, forward and backward, where whole products take 1.9 (docs/notebook.md). Those keep columns² numbers a head.
+    """
+    by_tiles = input_BL.device.type != "cpu" or torch.get_float32_matmul_precision() == "highest"
+    if by_tiles or input_BL.shape[1] > SHORT or left_alone(decoder):
+        yield
+        return
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 @contextmanager

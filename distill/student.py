@@ -5,7 +5,8 @@ Shapes: B rows, L columns, N supervised positions, H hidden, V vocabulary rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import torch
 
 from distill.batches import Batch
 from distill.mask_blocks import attention, window_of
-from distill.options import exact_products
+from distill.options import exact_products, left_alone, short_attention
 from pairing.errors import InputError
 
 Trainable = Literal["all", "layers", "lora", "qlora"]
@@ -39,6 +40,7 @@ def supervised_hidden(model: Any, batch: Batch) -> torch.Tensor:
     attends to their keys and values. Causal attention makes that exact, gradients too; on chat prompts it saves
     half of the decoder's work. A decoder that hands on more than keys and values runs whole rows. Rows are padded on the right,
     so the causal mask alone keeps padding out. Mask tokens (`batch.blocks`) bring positions and an attention mask of their own.
+    What comes after the last layer's attention runs at these N positions only.
     """
     decoder: Any = model.get_decoder()
     cache, more = None, {}
@@ -48,16 +50,46 @@ def supervised_hidden(model: Any, batch: Batch) -> torch.Tensor:
         shared = 0 if window else shared  # a sliding window's cache drops the columns that left it
         more = attention(batch.blocks, shared, model.dtype, window)
     if shared:
-        cache = decoder(input_ids=batch.input_BL[:1, :shared], use_cache=True).past_key_values
+        with _only_at(decoder, (batch.row_N[:0], batch.column_N[:0])):
+            cache = decoder(input_ids=batch.input_BL[:1, :shared], use_cache=True).past_key_values
         for layer in cache.layers:
             layer.keys = layer.keys.expand(len(batch.input_BL), -1, -1, -1)
             layer.values = layer.values.expand(len(batch.input_BL), -1, -1, -1)
             layer.update = _kept_as_it_is(layer)
         more["past_key_values"] = cache
-    out = decoder(input_ids=batch.input_BL[:, shared:], use_cache=cache is not None, **more)
+    at = (batch.row_N, batch.column_N - shared)
+    with _only_at(decoder, at), short_attention(decoder, batch.input_BL):
+        out = decoder(input_ids=batch.input_BL[:, shared:], use_cache=cache is not None, **more)
     for layer in cache.layers if cache is not None else ():
         del layer.update  # it refers to its layer: a circle would keep both until the next collection
-    return out.last_hidden_state[batch.row_N, batch.column_N - shared]
+    return out.last_hidden_state[at]
+
+
+@contextmanager
+def _only_at(decoder: Any, at: tuple[torch.Tensor, torch.Tensor]) -> Iterator[None]:
+    """The last layer's MLP runs at these rows and columns [N] and is 0 elsewhere, where nobody looks: exact, gradients too.
+
+    Most of a layer's work is its MLP's, and of a shallow drafter's the last layer is much. A decoder whose layers are otherwise
+    built, compiled or run twice (gradient checkpointing) is left alone.
+    """
+    last = next(reversed(getattr(decoder, "layers", [])), None)
+    mlp = getattr(last, "mlp", None)
+    if not isinstance(mlp, torch.nn.Module) or left_alone(decoder):
+        yield
+        return
+    forward = mlp.forward
+
+    def some(hidden_BLH: torch.Tensor) -> Any:
+        out = forward(hidden_BLH[at][None])
+        if not isinstance(out, torch.Tensor):
+            return forward(hidden_BLH)  # experts that give their router's choice too
+        return torch.zeros_like(hidden_BLH, dtype=out.dtype).index_put(at, out[0])
+
+    mlp.forward = some
+    try:
+        yield
+    finally:
+        mlp.forward = forward
 
 
 def _keys_alone(decoder: Any) -> bool:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 from distill.answers import open_answers
 from distill.batches import Batch, check_rows, collate
 from distill.mask_blocks import with_blocks
-from distill.options import checkpoint_layers, compile_layers, decoder_autocast, exact_products
+from distill.options import SHORT, checkpoint_layers, compile_layers, decoder_autocast, exact_products, short_attention
 from distill.student import freeze, supervised_hidden
 from pairing.errors import InputError
 from pairing.files import read_jsonl
@@ -145,3 +146,90 @@ def test_matmul_precision_is_the_runs_own_and_checks_are_exact(tmp_path: Path, p
 def test_another_matmul_precision_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="matmul_precision"):
         distill.main([f"draft={tmp_path}", f"data={tmp_path}", f"out={tmp_path / 'out'}", "matmul_precision=low"])
+
+
+def seen_by_the_last_mlp(model: torch.nn.Module, batch: Batch) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """How many positions it was given by each call of the decoder, and the gradients."""
+    given: list[int] = []
+    last = model.model.layers[-1].mlp.gate_proj  # type: ignore[union-attr, index]
+    hook = last.register_forward_pre_hook(lambda _, args: given.append(args[0].shape[:-1].numel()))
+    _, gradients = kept_and_gradients(model, batch)
+    hook.remove()
+    return given, gradients
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("masks", [0, 3])
+def test_the_last_layers_mlp_runs_where_somebody_looks_alone(batch: Batch, shared: bool, masks: int) -> None:
+    """Against whole rows through the model's own forward: the gradients are the same."""
+    batch = batch if shared else replace(batch, shared=0)
+    if masks:
+        batch = with_blocks(batch, torch.full_like(batch.row_N, masks), tiny.REAL_TOKENS + 2)
+    ours, checkpointed = (tiny.model(layers=3).double() for _ in range(2))
+    checkpoint_layers(checkpointed)  # there it is left alone
+    given, gradients = seen_by_the_last_mlp(ours, batch)
+    whole, expected = seen_by_the_last_mlp(checkpointed, replace(batch, shared=0))
+    assert given == [*([0] if batch.shared else []), len(batch.row_N)]  # a shared prefix: nowhere
+    assert set(whole) == {batch.input_BL.numel()}
+    assert len(batch.row_N) < whole[0]
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).abs().max() <= 1e-6 * gradient.abs().max(), name  # norms round to float32
+    assert "forward" not in vars(ours.model.layers[-1].mlp) or ours.model.layers[-1].mlp.forward.__name__ == "forward"
+
+
+def test_an_mlp_that_also_gives_its_routers_choice_runs_whole(batch: Batch) -> None:
+    """Experts of some architectures return a pair, which their layer takes apart."""
+    plain, odd = tiny.model(layers=2), tiny.model(layers=2)
+    layer = odd.model.layers[-1]
+    inner, whole = layer.mlp.forward, layer.forward
+    seen: list[torch.Size] = []
+
+    def pair(hidden_BLH: torch.Tensor) -> tuple[torch.Tensor, str]:
+        return inner(hidden_BLH), "choice"
+
+    def apart(hidden_BLH: torch.Tensor, **more: Any) -> torch.Tensor:
+        given = layer.mlp.forward
+
+        def first(hidden_BLH: torch.Tensor) -> torch.Tensor:
+            out, choice = given(hidden_BLH)
+            assert choice == "choice"
+            seen.append(out.shape)
+            return out
+
+        layer.mlp.forward = first
+        try:
+            return whole(hidden_BLH, **more)
+        finally:
+            layer.mlp.forward = given
+
+    layer.mlp.forward, layer.forward = pair, apart
+    batch = replace(batch, shared=0)
+    with torch.no_grad():
+        torch.testing.assert_close(supervised_hidden(odd, batch), supervised_hidden(plain, batch))
+    assert [s[:-1] for s in seen] == [batch.input_BL.shape]
+
+
+@pytest.mark.parametrize(
+    ("precision", "columns", "math"), [("medium", SHORT, True), ("medium", SHORT + 1, False), ("highest", 8, False)]
+)
+def test_short_rows_attend_by_whole_products_where_products_are_onednns(
+    precision: str, columns: int, math: bool
+) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with short_attention(tiny.model().model, torch.zeros(1, columns, dtype=torch.int64)):
+            assert torch.backends.cuda.flash_sdp_enabled() is not math
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_attention_by_whole_products_is_the_same(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With products as exact as before: what `medium` itself rounds is the machine's."""
+    _, expected = kept_and_gradients(tiny.model(layers=3), batch)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    _, gradients = kept_and_gradients(tiny.model(layers=3), batch)
+    assert not all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
