@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distill import head as head_module
+from distill import head_pieces
 from distill.head import Head, Scores, head_loss, head_scores, positions_at_once
 from distill.losses import LOSSES, NEED_ALL, FullSignal, Outcomes, Signal
 from pairing.acceptance import expected_acceptance, top1_agreement
@@ -24,8 +24,8 @@ WEIGHTS = {"forward_kl": 1.0, "cross_entropy": 0.3}
 @pytest.fixture(autouse=True, params=[1024, 9], ids=["one piece", "pieces of 9"])
 def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it holds whether a chunk's logits are one piece, or several that are kept."""
-    monkeypatch.setattr(head_module, "PIECE", 1)
-    monkeypatch.setattr(head_module, "LEAST_COLUMNS", request.param)
+    monkeypatch.setattr(head_pieces, "PIECE", 1)
+    monkeypatch.setattr(head_pieces, "LEAST_COLUMNS", request.param)
 
 
 def problem(seed: int = 0, scale: float = 1.0, n: int = N) -> tuple[torch.Tensor, torch.Tensor, Signal, torch.Tensor]:
