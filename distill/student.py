@@ -79,10 +79,10 @@ def _only_at(decoder: Any, at: tuple[torch.Tensor, torch.Tensor]) -> Iterator[No
         return
     forward = mlp.forward
 
-    def some(hidden_BLH: torch.Tensor) -> Any:
-        out = forward(hidden_BLH[at][None])
-        if not isinstance(out, torch.Tensor):
-            return forward(hidden_BLH)  # experts that give their router's choice too
+    def some(hidden_BLH: torch.Tensor, *more: Any, **named: Any) -> Any:
+        out = None if more or named else forward(hidden_BLH[at][None])
+        if not isinstance(out, torch.Tensor):  # it looks at something else too, or experts give their router's choice
+            return forward(hidden_BLH, *more, **named)
         return torch.zeros_like(hidden_BLH, dtype=out.dtype).index_put(at, out[0])
 
     mlp.forward = some
