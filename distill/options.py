@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SHORT = 256  # columns
+CACHE_LINE = 64  # bytes
 FORMS = 16  # in which a compiled layer may meet its input: a prefix, its cache or neither; one row or more; learning or not; …
 
 
@@ -76,6 +77,18 @@ def exact_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def own_weights(model: Any) -> Any:
+    """The model, with weights that lie in their mapped file moved to memory of its own, in step with a CPU's cache lines.
+
+    safetensors maps a weight where its file has it, which is seldom a multiple of 64 bytes: products then take a tenth longer
+    (docs/notebook.md), and a file that is written over would change the run.
+    """
+    for weight in model.parameters():
+        if weight.device.type == "cpu" and weight.is_floating_point() and weight.data_ptr() % CACHE_LINE:
+            weight.data = weight.data.clone()
+    return model
 
 
 def give_back_memory() -> None:

@@ -39,7 +39,7 @@ from distill.inputs import choose_mask, open_inputs, require_reference
 from distill.mask_blocks import Parallel, window_of
 from distill.merge import merge_record
 from distill.objective import auto
-from distill.options import give_back_memory
+from distill.options import give_back_memory, own_weights
 from distill.parallel import kind_of
 from distill.plan import plan_run
 from distill.quantize import Choice, plan_quantize
@@ -123,7 +123,7 @@ def run(config: DistillConfig, accelerator: Accelerator, notes: Console, dry_run
         return _result(config, read_json(config.out / "evaluation.json"))
     send, close = _tracker(config, accelerator, notes)
     mask_id = None if parallel is None else parallel.mask_id
-    model, target = settle_mask(_student(config), draft, mask_id), _target(config, accelerator)
+    model, target = settle_mask(own_weights(_student(config)), draft, mask_id), _target(config, accelerator)
     reference = load_model(config.reference).to(accelerator.device).eval() if config.reference is not None else None
     summary = fit(accelerator, model, rows, heldout, settings, config.out, target, reference, _digests(config), send)
     close()
@@ -321,7 +321,7 @@ def _target(config: DistillConfig, accelerator: Accelerator) -> Target | None:
     if config.signal == "cached" or config.target is None:
         return None
     source = resolve(config.target)
-    model = load_model(source.path, _target_dtype(config, source.path, accelerator))
+    model = own_weights(load_model(source.path, _target_dtype(config, source.path, accelerator)))
     return online(
         model, config.target, config.target_device or accelerator.device, accelerator.device, config.temperature
     )

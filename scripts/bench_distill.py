@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 
 from distill.batches import Batch, Rows
-from distill.options import give_back_memory
+from distill.options import give_back_memory, own_weights
 from distill.student import freeze
 from pairing.errors import InputError
 from pairing.source import load_model, load_tokenizer, resolve
@@ -122,6 +122,9 @@ def child(task: Row) -> Row:
     if task["contender"] == "floor":
         return floor(task, draft, steps)
     target = None if task["contender"] == "ours-cached" else load_model(Path(task["target"])).requires_grad_(False)
+    if task["contender"].startswith("ours"):  # as the recipe loads them
+        own_weights(draft)
+        target = target and own_weights(target)
     params = [p for _, p in freeze(draft, task["trainable"])]
     models = sum(p.nbytes for m in (draft, target) if m is not None for p in m.parameters())
     if task["contender"] == "trl":

@@ -16,12 +16,20 @@ import torch
 from distill.answers import open_answers
 from distill.batches import Batch, check_rows, collate
 from distill.mask_blocks import with_blocks
-from distill.options import SHORT, checkpoint_layers, compile_layers, decoder_autocast, exact_products, short_attention
+from distill.options import (
+    SHORT,
+    checkpoint_layers,
+    compile_layers,
+    decoder_autocast,
+    exact_products,
+    own_weights,
+    short_attention,
+)
 from distill.student import freeze, supervised_hidden
 from pairing.errors import InputError
 from pairing.files import read_jsonl
 from pairing.init import init_drafter
-from pairing.source import resolve
+from pairing.source import load_model, resolve
 from recipes import distill
 from tests import tiny
 from tests.stored_answers import made_up, store
@@ -233,3 +241,21 @@ def test_attention_by_whole_products_is_the_same(batch: Batch, monkeypatch: pyte
     assert not all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
     for name, gradient in expected.items():
         assert (gradients[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
+def test_weights_leave_their_mapped_file(tmp_path: Path) -> None:
+    """They are what they were, a tied head is still tied, and what happens to the file is nothing to them."""
+    folder = tiny.folder(tmp_path / "model")
+    model = load_model(folder)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    mapped = {name for name, p in model.named_parameters() if p.data_ptr() % 64}
+    assert mapped
+    assert own_weights(model) is model
+    assert all(p.data_ptr() % 64 == 0 for p in model.parameters())
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    file = folder / "model.safetensors"
+    with file.open("r+b") as f:
+        f.seek(file.stat().st_size // 2)
+        f.write(b"\xff" * (file.stat().st_size // 2))
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]), name
