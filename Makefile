@@ -27,7 +27,7 @@ bench: setup
 	@echo "bench, about four and a half hours on 2 cores; leave the machine alone meanwhile. In turn:"
 	@echo "  data       SmolLM2-135M answers orders; a 5-layer drafter is cut from it             5 min"
 	@echo "  check      draftsmith check on 150,000 tokens                                        1 min"
-	@echo "  distill    our loop, a plain loop and TRL's GKD trainer; also with 151,936 rows     75 min"
+	@echo "  distill    our loop, a plain loop and TRL's GKD trainer; also with 151,936 rows     80 min"
 	@echo "  init       drafters of other depths and widths, trained alike and timed             20 min"
 	@echo "  objectives losses, cache sizes, the online target, layers to begin with, 3 seeds; then served  75 min"
 	@echo "  recording  what recording the target's distribution costs generation                 6 min"
@@ -48,6 +48,8 @@ bench: setup
 	  --heldout $(BENCH)/answers/heldout --steps 3 --out $(BENCH)/distill.jsonl >$(BENCH)/distill.md
 	@$(PY) -m scripts.bench_distill $(PAIR) --case "short orders" --train $(BENCH)/answers/short \
 	  --heldout $(BENCH)/answers/short-heldout --wide-steps 0 --out $(BENCH)/distill.jsonl >>$(BENCH)/distill.md
+	@$(PY) -m scripts.bench_distill $(PAIR) --train $(BENCH)/answers/train --heldout $(BENCH)/answers/heldout --steps 0 \
+	  --matmul-precision medium --out $(BENCH)/distill-medium.jsonl >>$(BENCH)/distill.md
 	@$(PY) -m scripts.bench_init --target HuggingFaceTB/SmolLM2-135M-Instruct --train $(BENCH)/answers/train \
 	  --heldout $(BENCH)/answers/heldout --steps 30 --out $(BENCH)/init
 	@$(PY) -m scripts.bench_objectives $(PAIR) --train $(BENCH)/answers/train --heldout $(BENCH)/answers/heldout \
