@@ -572,10 +572,15 @@ def test_dry_run_prints_sizes_and_writes_nothing(
     assert plan["checkpoint_bytes"] == 12 * params
     assert plan["supervised_tokens"] == int(rows_of(place / "train").supervised_P.sum())
     assert not (tmp_path / "out").exists()
-    beside = {"target": place / "target", "signal": "online", "target_dtype": "bfloat16", "trainable": "layers"}
-    assert main([*keys(place, tmp_path / "out", **beside), "--dry-run", "--json"]) == 0
-    more = json.loads(capsys.readouterr().out)["plan"]["memory_bytes"] - plan["memory_bytes"]
-    assert more == 2 * sum(p.numel() for p in load_model(place / "target").parameters())
+    same = {"trainable": "layers", "chunk": 8}
+    online = same | {"target": place / "target", "signal": "online", "target_dtype": "bfloat16"}
+    memory = []
+    for words in (same, online):
+        assert main([*keys(place, tmp_path / "out", **words), "--dry-run", "--json"]) == 0
+        memory.append(json.loads(capsys.readouterr().out)["plan"]["memory_bytes"])
+    buffers = 4 * 8 * tiny.ROWS  # bytes of one: the record takes one, the target beside the drafter four
+    target = 2 * sum(p.numel() for p in load_model(place / "target").parameters())
+    assert memory[1] - memory[0] == target + 3 * buffers
 
 
 @pytest.mark.usefixtures("alone")
