@@ -177,7 +177,7 @@ def test_the_last_layers_mlp_runs_where_somebody_looks_alone(batch: Batch, share
     checkpoint_layers(checkpointed)  # there it is left alone
     given, gradients = seen_by_the_last_mlp(ours, batch)
     whole, expected = seen_by_the_last_mlp(checkpointed, replace(batch, shared=0))
-    assert given == [*([0] if batch.shared else []), len(batch.row_N)]  # a shared prefix: nowhere
+    assert given == [*([1] if batch.shared else []), len(batch.row_N)]  # nobody looks at a shared prefix
     assert set(whole) == {batch.input_BL.numel()}
     assert len(batch.row_N) < whole[0]
     for name, gradient in expected.items():
